@@ -1,0 +1,206 @@
+"""The configuration of a run: frozen dataclasses, one field per line, each with its meaning.
+
+`load` (see `moejax.config_load`) builds a `Config` from a preset, a YAML file and dotted overrides, and refuses what it does
+not know. Everything that changes numbers lives here; behaviour follows from these fields, never from a model's name.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+
+def _field(default: Any, meaning: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
+def _section(factory: type) -> Any:
+    doc = (factory.__doc__ or "").strip().splitlines()[0]
+    return dataclasses.field(default_factory=factory, metadata={"help": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How a token chooses its experts. All of it runs in FP32."""
+
+    top_k: int = _field(2, "experts per token (K)")
+    score_fn: Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"] = _field(
+        "softmax", "score of an expert from its logit; sqrtsoftplus is sqrt(log(1 + e^x))"
+    )
+    score_before_topk: bool = _field(
+        True, "gather weights from the scores of all experts; false: softmax over the K chosen logits"
+    )
+    norm_topk: bool = _field(True, "divide the K weights of a token by their sum")
+    route_scale: float = _field(1.0, "factor on the weights, applied once, after norm_topk")
+    router_bias: bool = _field(False, "learned bias added to the logits (has a gradient)")
+    select_bias: bool = _field(False, "correction bias that moves the choice only, never a weight or a gradient")
+    n_group: int = _field(1, "number of expert groups; 1 turns group-limited routing off")
+    topk_group: int = _field(1, "groups kept per token")
+    group_top: int = _field(2, "a group is ranked by the sum of its group_top best selection scores")
+    hash_layers: int = _field(0, "the first n MoE layers choose experts by a frozen table of token ids")
+    forced_balance: bool = _field(False, "benchmarks only: ignore the scores' order and spread tokens evenly")
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceConfig:
+    """Load-balance losses and the bias rule. 1.0 is perfect balance."""
+
+    aux_coef: float = _field(0.0, "coefficient of the load-balance loss sum_e f_e P_e")
+    aux_scope: Literal["sequence", "micro_batch", "global"] = _field(
+        "sequence", "what f and P are averaged over; micro_batch depends on the split, global needs a counting pass"
+    )
+    z_coef: float = _field(0.0, "coefficient of the router z-loss, mean of squared log-sum-exp")
+    bias_rate: float = _field(0.0, "step of select_bias once per optimizer step (DeepSeek-V3: 0.001)")
+    bias_recentre: bool = _field(False, "subtract the mean from select_bias updates")
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationConfig:
+    """The gated activation of an expert, of gate g and up u."""
+
+    name: Literal["swiglu", "swiglu_clamped", "swiglu_oai", "geglu"] = _field(
+        "swiglu",
+        "swiglu silu(g)u; swiglu_clamped the same with g <= limit, |u| <= limit; "
+        "swiglu_oai same clamp, g sigmoid(alpha g)(u + 1); geglu gelu_tanh(g)u",
+    )
+    limit: float | None = _field(None, "clamp of the clamped variants, applied before the activation")
+    alpha: float = _field(1.702, "slope inside swiglu_oai's sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """The expert layers."""
+
+    num_experts: int = _field(8, "experts per MoE layer (E)")
+    expert_width: int = _field(256, "width of an expert (F)")
+    router: RouterConfig = _section(RouterConfig)
+    balance: BalanceConfig = _section(BalanceConfig)
+    act: ActivationConfig = _section(ActivationConfig)
+    expert_bias: bool = _field(False, "biases in both expert matrices")
+    shared_experts: int = _field(0, "always-on experts beside the routed ones")
+    shared_width: int | None = _field(None, "width of one shared expert; none: expert_width")
+    shared_gate: bool = _field(False, "multiply the shared experts' output by a sigmoid gate of width 1")
+    capacity_factor: str | None = _field(
+        None, "none: dropless. A decimal string such as '1.25': rows per expert are cut at ceil(T K cf / E), and counted"
+    )
+    drop_policy: Literal["position"] = _field("position", "which rows go over capacity: the last in token order")
+    wgrad: Literal["recipe", "bf16"] = _field("recipe", "weight-gradient GEMMs: as the recipe says, or in bf16")
+    mx_mode: Literal["exact", "aligned"] = _field("exact", "how MXFP8 products run on Hopper")
+    bf16_layers: tuple[int, ...] = _field((), "MoE layers (by MoE index, negative from the end) kept in bf16 under mxfp8")
+    backend: Literal["dense", "xla", "native", "megakernel"] | None = _field(
+        None, "none: the fastest that can run the shape here, logged once"
+    )
+    save: Literal["auto", "recompute", "gate_up"] = _field(
+        "auto", "what the expert layer keeps for its backward; auto: recompute under remat or expert parallelism"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The decoder around the experts."""
+
+    module: str = _field("models.decoder:Decoder", "the model, as module:Class; your own works too")
+    d_model: int = _field(256, "residual width (D)")
+    num_layers: int = _field(4, "decoder layers")
+    dense_layers: int = _field(0, "leading layers with a dense MLP instead of experts")
+    dense_width: int | None = _field(None, "width of the dense MLP; needed if dense_layers > 0")
+    num_heads: int = _field(4, "query heads (N)")
+    num_kv_heads: int = _field(2, "key/value heads; divides num_heads")
+    head_dim: int = _field(64, "width of a head (H); num_heads * head_dim may differ from d_model")
+    qk_norm: Literal["none", "head", "full"] = _field("none", "RMS norm of queries and keys: per head or full width")
+    attention_bias: bool = _field(False, "biases on the q, k and v projections")
+    rope_theta: float = _field(1.0e4, "base of the rotary frequencies")
+    rope_fraction: float = _field(1.0, "share of each head that is rotated, from its start")
+    norm_eps: float = _field(1.0e-6, "epsilon inside the RMS norms")
+    tie_embeddings: bool = _field(False, "use the embedding as output head")
+    init_std: float = _field(0.02, "standard deviation of the initial embeddings; matrices use fan-in")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = _field("stdlib", "'stdlib' (Python's own sources), or a folder or file of text, .jsonl or prepared tokens")
+    text_key: str = _field("text", "the field that holds the text in JSONL records")
+    tokenizer: str = _field("byte", "'byte', 'bpe' (trained on the source), or a path to a tokenizer.json")
+    vocab_size: int = _field(4096, "vocabulary to train when tokenizer is 'bpe'; ignored otherwise")
+    cache_dir: str = _field(".cache/data", "folder for tokenised, memory-mapped data, keyed by content")
+    seed: int = _field(0, "seed of the epoch permutations")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = _field("adamw", "optimizer; sgd is plain, for checks")
+    learning_rate: float = _field(1.0e-3, "peak learning rate")
+    schedule: Literal["cosine", "wsd", "constant"] = _field("cosine", "after warm-up: cosine decay, warm-up-stable-decay, or none")
+    warmup_steps: int = _field(20, "linear warm-up")
+    decay_fraction: float = _field(0.2, "wsd: the last share of steps that decays")
+    final_fraction: float = _field(0.1, "learning rate at the end, as a share of the peak")
+    b1: float = _field(0.9, "AdamW first-moment decay")
+    b2: float = _field(0.95, "AdamW second-moment decay")
+    eps: float = _field(1.0e-8, "AdamW epsilon")
+    weight_decay: float = _field(0.1, "decoupled decay, on matrices only (chosen by name)")
+    clip_norm: float | None = _field(1.0, "clip to this global gradient norm; none: no clipping")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Length, batch and memory of the run."""
+
+    steps: int = _field(300, "optimizer steps")
+    global_batch: int = _field(16, "sequences per optimizer step, over all devices and micro-batches (B)")
+    micro_batches: int = _field(1, "gradient-accumulation steps; divides global_batch")
+    sequence_length: int = _field(256, "tokens per sequence (L)")
+    seed: int = _field(0, "seed of the initial weights")
+    remat: Literal["none", "layer", "minimal"] = _field(
+        "none", "none: keep all; minimal: recompute each layer but keep the named tensors; layer: recompute all but the schedule"
+    )
+    scan_layers: bool = _field(True, "compile one layer and scan over the stack")
+    loss_chunk: int = _field(1024, "tokens per chunk of the cross-entropy, so that logits of the whole batch never exist")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    every_steps: int = _field(100, "steps between checkpoints; the last step is always written; 0: only the last")
+    keep: int = _field(2, "newest checkpoints kept")
+    asynchronous: bool = _field(True, "write in the background")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis. At most one axis may be -1: what is left."""
+
+    data: int = _field(-1, "replicas of everything, experts too")
+    fsdp: int = _field(1, "shards of masters, moments and dense weights")
+    expert: int = _field(1, "expert-parallel ranks (R); divides num_experts")
+    context: int = _field(1, "shards of the sequence")
+    tensor: int = _field(1, "shards of heads, head and embedding")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """What the run prints and writes down."""
+
+    every_steps: int = _field(10, "steps between log lines and metric records")
+    tensorboard: bool = _field(True, "also write TensorBoard event files")
+    sample_tokens: int = _field(200, "length of the sample generated at the end; 0: none")
+    sample_prompt: str = _field("import ", "its prompt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    recipe: Literal["fp32", "bf16", "mxfp8"] = _field("fp32", "precision of the products; masters stay FP32 in all")
+    preset: str | None = _field(None, "named model and moe values to start from (see models/presets)")
+    run_dir: str | None = _field(None, "where the run lives; none: runs/<name of the config file>")
+    model: ModelConfig = _section(ModelConfig)
+    moe: MoEConfig = _section(MoEConfig)
+    data: DataConfig = _section(DataConfig)
+    optimizer: OptimizerConfig = _section(OptimizerConfig)
+    training: TrainingConfig = _section(TrainingConfig)
+    checkpoint: CheckpointConfig = _section(CheckpointConfig)
+    mesh: MeshConfig = _section(MeshConfig)
+    log: LogConfig = _section(LogConfig)
