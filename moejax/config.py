@@ -1,7 +1,8 @@
 """The configuration of a run: frozen dataclasses, one field per line, each with its meaning.
 
-`load` (see `moejax.config_load`) builds a `Config` from a preset, a YAML file and dotted overrides, and refuses what it does
-not know. Everything that changes numbers lives here; behaviour follows from these fields, never from a model's name.
+`load` (see `moejax.config_load`) builds a `Config` from a preset, a YAML file and dotted overrides, and refuses what
+it does not know. Everything that changes numbers lives here; behaviour follows from these fields, never from a
+model's name.
 """
 
 import dataclasses
@@ -79,12 +80,15 @@ class MoEConfig:
     shared_width: int | None = _field(None, "width of one shared expert; none: expert_width")
     shared_gate: bool = _field(False, "multiply the shared experts' output by a sigmoid gate of width 1")
     capacity_factor: str | None = _field(
-        None, "none: dropless. A decimal string such as '1.25': rows per expert are cut at ceil(T K cf / E), and counted"
+        None,
+        "none: dropless. A decimal string such as '1.25': rows per expert are cut at ceil(T K cf / E), and counted",
     )
     drop_policy: Literal["position"] = _field("position", "which rows go over capacity: the last in token order")
     wgrad: Literal["recipe", "bf16"] = _field("recipe", "weight-gradient GEMMs: as the recipe says, or in bf16")
     mx_mode: Literal["exact", "aligned"] = _field("exact", "how MXFP8 products run on Hopper")
-    bf16_layers: tuple[int, ...] = _field((), "MoE layers (by MoE index, negative from the end) kept in bf16 under mxfp8")
+    bf16_layers: tuple[int, ...] = _field(
+        (), "MoE layers (by MoE index, negative from the end) kept in bf16 under mxfp8"
+    )
     backend: Literal["dense", "xla", "native", "megakernel"] | None = _field(
         None, "none: the fastest that can run the shape here, logged once"
     )
@@ -118,7 +122,9 @@ class ModelConfig:
 class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
-    source: str = _field("stdlib", "'stdlib' (Python's own sources), or a folder or file of text, .jsonl or prepared tokens")
+    source: str = _field(
+        "stdlib", "'stdlib' (Python's own sources), or a folder or file of text, .jsonl or prepared tokens"
+    )
     text_key: str = _field("text", "the field that holds the text in JSONL records")
     tokenizer: str = _field("byte", "'byte', 'bpe' (trained on the source), or a path to a tokenizer.json")
     vocab_size: int = _field(4096, "vocabulary to train when tokenizer is 'bpe'; ignored otherwise")
@@ -132,7 +138,9 @@ class OptimizerConfig:
 
     name: Literal["adamw", "sgd"] = _field("adamw", "optimizer; sgd is plain, for checks")
     learning_rate: float = _field(1.0e-3, "peak learning rate")
-    schedule: Literal["cosine", "wsd", "constant"] = _field("cosine", "after warm-up: cosine decay, warm-up-stable-decay, or none")
+    schedule: Literal["cosine", "wsd", "constant"] = _field(
+        "cosine", "after warm-up: cosine decay, warm-up-stable-decay, or none"
+    )
     warmup_steps: int = _field(20, "linear warm-up")
     decay_fraction: float = _field(0.2, "wsd: the last share of steps that decays")
     final_fraction: float = _field(0.1, "learning rate at the end, as a share of the peak")
@@ -153,10 +161,13 @@ class TrainingConfig:
     sequence_length: int = _field(256, "tokens per sequence (L)")
     seed: int = _field(0, "seed of the initial weights")
     remat: Literal["none", "layer", "minimal"] = _field(
-        "none", "none: keep all; minimal: recompute each layer but keep the named tensors; layer: recompute all but the schedule"
+        "none",
+        "none: keep all; minimal: recompute layers but keep the named tensors; layer: recompute all but the schedule",
     )
     scan_layers: bool = _field(True, "compile one layer and scan over the stack")
-    loss_chunk: int = _field(1024, "tokens per chunk of the cross-entropy, so that logits of the whole batch never exist")
+    loss_chunk: int = _field(
+        1024, "tokens per chunk of the cross-entropy, so that logits of the whole batch never exist"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

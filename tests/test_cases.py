@@ -1,7 +1,7 @@
 """Every numeric case of `tests/cases/*.yaml` is one test, `test_case[<id>]`.
 
-Each area has a module `tests/case_checks/<area>.py` with a table `CHECKS: {id: function(case)}`. A case without a check, and
-a check without a case, both fail here, so that none is lost in silence.
+Each area has a module `tests/case_checks/<area>.py` with a table `CHECKS: {id: function(case)}`. A case without a
+check, and a check without a case, both fail here, so that none is lost in silence.
 """
 
 import importlib

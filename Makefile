@@ -1,0 +1,75 @@
+# make train   a small MoE learns Python's standard library on this CPU, then writes a report
+# make test    the tests
+# Both create .venv the first time (Python >= 3.12 needed) and are quick after that. `make help` lists the rest.
+
+VENV ?= .venv
+PYTHON_RUN = $(VENV)/bin/python
+OLDEST_VENV = .venv-oldest
+OLDEST_JAX = 0.11.2
+# What is checked again on the oldest supported jax: the core, one training step, and everything that touches the FFI.
+OLDEST_TESTS = $(wildcard tests/test_config.py tests/test_moe*.py tests/test_routing*.py tests/test_schedule*.py \
+  tests/test_native*.py tests/test_ffi*.py tests/test_step*.py tests/test_mxfp8*.py)
+NATIVE_SOURCES := $(shell find CMakeLists.txt cmake ffi kernels_cuda -type f 2>/dev/null)
+INSTALL = scripts/install.sh
+
+.PHONY: help setup train test test-all test-oldest cuda lint sanitize bench-cpu lock
+
+help:
+	@echo "make train        train configs/quickstart.yaml: an MoE on Python's own source code"
+	@echo "make test         the tests (under 10 minutes on 2 cores)"
+	@echo "make test-all     the tests and the slow sweeps"
+	@echo "make test-oldest  part of the tests on jax $(OLDEST_JAX), the oldest supported"
+	@echo "make cuda         build the CUDA kernels too (needs nvcc 13.0 or newer)"
+	@echo "make lint         ruff and mypy"
+	@echo "make sanitize     C++ tests under the address, undefined-behaviour and thread sanitizers"
+	@echo "make bench-cpu    the CPU benchmark of the expert layer"
+	@echo "make lock         write constraints.txt from what .venv holds"
+
+setup: $(VENV)/.installed
+
+$(VENV)/.deps: pyproject.toml constraints.txt scripts/install.sh scripts/requirements.py
+	@$(INSTALL) $(VENV) deps
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.deps $(NATIVE_SOURCES) moejax/__init__.py
+	@$(INSTALL) $(VENV) moejax
+	@touch $@
+
+train: $(VENV)/.installed
+	$(PYTHON_RUN) train.py configs/quickstart.yaml $(ARGS)
+
+test: $(VENV)/.installed
+	$(PYTHON_RUN) -m pytest $(ARGS)
+
+test-all: $(VENV)/.installed
+	$(PYTHON_RUN) -m pytest --slow $(ARGS)
+
+$(OLDEST_VENV)/.deps: pyproject.toml constraints.txt scripts/install.sh scripts/requirements.py
+	@JAX_PIN=$(OLDEST_JAX) $(INSTALL) $(OLDEST_VENV) deps
+	@touch $@
+
+$(OLDEST_VENV)/.installed: $(OLDEST_VENV)/.deps $(NATIVE_SOURCES) moejax/__init__.py
+	@MOEJAX_CUDA=0 $(INSTALL) $(OLDEST_VENV) moejax
+	@touch $@
+
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest $(OLDEST_TESTS) $(ARGS)
+
+cuda: $(VENV)/.deps
+	@MOEJAX_CUDA=1 $(INSTALL) $(VENV) moejax
+	@touch $(VENV)/.installed
+
+lint: $(VENV)/.deps
+	$(PYTHON_RUN) -m ruff check .
+	$(PYTHON_RUN) -m ruff format --check .
+	$(PYTHON_RUN) -m mypy
+
+sanitize: $(VENV)/.installed
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash ffi/tests/sanitize.sh
+
+bench-cpu: $(VENV)/.installed
+	$(PYTHON_RUN) benchmarks/cpu_moe.py $(ARGS)
+
+lock: $(VENV)/.deps
+	@{ sed -n '/^#/p' constraints.txt; $(PYTHON_RUN) -m pip freeze --all --exclude moejax | grep -E '^[A-Za-z0-9._-]+=='; } > constraints.new
+	@mv constraints.new constraints.txt && echo "constraints.txt: $$(grep -c == constraints.txt) packages"
