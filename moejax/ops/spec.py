@@ -4,11 +4,17 @@ Read `moe.py` next. Letters: D model width, F expert width, E experts, K experts
 """
 
 import dataclasses
+import functools
+import math
 from typing import Literal
 
 from moejax.config import ActivationConfig, BalanceConfig, RouterConfig
 
 TILE = 128  # groups start at multiples of this many rows, in every recipe (MX scale atoms and wgrad blocks need it)
+
+# Names of saved values, for remat policies; a misspelt name saves nothing and raises nothing, so they are spelt once, here.
+SCHEDULE_NAME = "moe_schedule"  # expert ids and plan: every policy keeps them, selection is never recomputed
+GATE_UP_NAME = "moe_gate_up"  # the declared residual of `save: gate_up`
 
 Recipe = Literal["fp32", "bf16", "mxfp8"]
 Backend = Literal["dense", "xla", "native", "megakernel"]
@@ -63,3 +69,45 @@ class MoESpec:
 
     def replace(self, **changes) -> "MoESpec":
         return dataclasses.replace(self, **changes)
+
+
+@functools.cache
+def check_router(router: RouterConfig, num_experts: int) -> None:
+    """Refuses routers that cannot work or cannot learn.
+
+    Raises:
+      ValueError: names the fields, what they are and what would do.
+    """
+    r, top_k = router, router.top_k
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k} but there are {num_experts} experts: use 1..{num_experts}")
+    if top_k == 1 and r.norm_topk:
+        raise ValueError(
+            "norm_topk with k = 1: the weight is always 1, so the router cannot learn; set norm_topk to false"
+        )
+    if top_k == 1 and not r.score_before_topk:
+        raise ValueError(
+            "softmax over the chosen logits with k = 1: the weight is always 1, so the router cannot learn; "
+            "set score_before_topk to true"
+        )
+    if not r.score_before_topk and r.score_fn != "softmax":
+        raise ValueError(
+            f"score_fn is {r.score_fn!r} with score_before_topk false, which takes a softmax over the chosen logits: "
+            "set score_fn to 'softmax', or score_before_topk to true"
+        )
+    if r.n_group < 1 or num_experts % r.n_group:
+        raise ValueError(f"n_group is {r.n_group} but must divide num_experts = {num_experts}")
+    size = num_experts // r.n_group
+    if not 1 <= r.topk_group <= r.n_group:
+        raise ValueError(f"topk_group is {r.topk_group}; expected 1..n_group = {r.n_group}")
+    if r.n_group > 1 and not 1 <= r.group_top <= size:
+        raise ValueError(f"group_top is {r.group_top} but a group has {size} experts: use 1..{size}")
+    if r.n_group > 1 and top_k > r.topk_group * size:
+        raise ValueError(
+            f"top_k is {top_k} but the {r.topk_group} kept groups hold {r.topk_group * size} experts "
+            f"({num_experts} experts in {r.n_group} groups): raise topk_group or lower top_k"
+        )
+    if not math.isfinite(r.route_scale) or r.route_scale == 0:
+        raise ValueError(f"route_scale is {r.route_scale}; expected a finite number other than 0")
+    if r.hash_layers < 0:
+        raise ValueError(f"hash_layers is {r.hash_layers}; expected 0 or more")
