@@ -12,7 +12,7 @@ OLDEST_TESTS = $(wildcard tests/test_config.py tests/test_moe*.py tests/test_rou
 NATIVE_SOURCES := $(shell find CMakeLists.txt cmake ffi kernels_cuda -type f 2>/dev/null)
 INSTALL = scripts/install.sh
 
-.PHONY: help setup train test test-all test-oldest cuda lint sanitize bench-cpu lock
+.PHONY: help setup train test test-all test-oldest cuda test-cuda-host lint sanitize bench-cpu lock
 
 help:
 	@echo "make train        train configs/quickstart.yaml: an MoE on Python's own source code"
@@ -58,6 +58,10 @@ test-oldest: $(OLDEST_VENV)/.installed
 cuda: $(VENV)/.deps
 	@MOEJAX_CUDA=1 $(INSTALL) $(VENV) moejax
 	@touch $(VENV)/.installed
+
+# What of the CUDA code a machine without a GPU can check: the built module's cubins, and the host tests.
+test-cuda-host: cuda
+	$(PYTHON_RUN) -m pytest -m "not gpu" $(wildcard tests/test_cuda*.py) $(ARGS)
 
 lint: $(VENV)/.deps
 	$(PYTHON_RUN) -m ruff check .

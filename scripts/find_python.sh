@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints the path of a Python >= 3.12 that can make virtual environments, or says on stderr how to get one and fails.
-# Looks at $PYTHON, then PATH, then pyenv's versions.
+# Looks at $PYTHON, or else at PATH, then at what pyenv and uv have installed.
 set -u
 
 candidates() {
@@ -10,6 +10,7 @@ candidates() {
     ls -d "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python 2>/dev/null | sort -V -r
   done
   ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python 2>/dev/null | sort -V -r
+  ls -d "$HOME"/.local/share/uv/python/cpython-3.1[2-9]*/bin/python3 2>/dev/null | sort -V
 }
 
 without_venv=""
@@ -38,13 +39,13 @@ elif command -v apt-cache >/dev/null && apt-cache show python3.12 >/dev/null 2>&
 elif command -v dnf >/dev/null; then
   command="sudo dnf install -y python3.12 python3.12-devel"
 else
-  command="curl -fsSL https://pyenv.run | bash && ~/.pyenv/bin/pyenv install 3.12"
+  command="curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12"
 fi
 {
   if [ -n "${PYTHON:-}" ]; then
     echo "moejax: PYTHON=$PYTHON is not a working Python 3.12 or newer."
   else
-    echo "moejax: needs Python 3.12 or newer; none found on PATH or under ${PYENV_ROOT:-~/.pyenv}/versions."
+    echo "moejax: needs Python 3.12 or newer; none found on PATH, or installed by pyenv or uv."
   fi
   echo "Install one with:  $command"
 } >&2

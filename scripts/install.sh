@@ -38,15 +38,15 @@ if [ "$step" = deps ]; then
   extras="test,lint"
   gpu_visible && extras="$extras,cuda"
   echo "Installing the dependencies of moejax[$extras] into $venv (the first time: a few minutes)"
-  pip install -q -c "$constraints" pip
+  pip install -qq -c "$constraints" pip
   requirements=$venv/requirements.txt
   "$python" scripts/requirements.py "$extras" >"$requirements"
-  pip install -q -c "$constraints" -r "$requirements"
+  pip install -qq -c "$constraints" -r "$requirements"
   # The FFI headers of the oldest supported jaxlib, apart from the jaxlib that runs (pyproject.toml says why).
   oldest=$("$python" scripts/requirements.py --headers)
   if ! [ -e "$headers/.$oldest" ]; then
     rm -rf "$headers"
-    pip install -q --no-deps --target "$headers" "$oldest"
+    pip install -qq --no-deps --target "$headers" "$oldest"
     find "$headers/jaxlib" -mindepth 1 -maxdepth 1 ! -name include ! -name '*.py' -exec rm -rf {} +
     touch "$headers/.$oldest"
   fi
@@ -63,5 +63,5 @@ else
   fi
   echo "Building and installing moejax into $venv"
   # Without isolation the build is incremental and uses the locked tools; PYTHONPATH puts the old headers first.
-  PYTHONPATH="$PWD/$headers" pip install -q --no-build-isolation --no-deps "${options[@]}" -e .
+  PYTHONPATH="$PWD/$headers" pip install -qq --no-build-isolation --no-deps "${options[@]}" -e .
 fi
