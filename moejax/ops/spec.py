@@ -8,13 +8,17 @@ import functools
 import math
 from typing import Literal
 
-from moejax.config import ActivationConfig, BalanceConfig, RouterConfig
+import jax
+
+from moejax.config import ActivationConfig, BalanceConfig, Config, RouterConfig
 
 TILE = 128  # groups start at multiples of this many rows, in every recipe (MX scale atoms and wgrad blocks need it)
 
-# Names of saved values, for remat policies; a misspelt name saves nothing and raises nothing, so they are spelt once, here.
+# Names of saved values, for remat policies. A misspelt name saves nothing and raises nothing, so they are spelt once, here.
 SCHEDULE_NAME = "moe_schedule"  # expert ids and plan: every policy keeps them, selection is never recomputed
 GATE_UP_NAME = "moe_gate_up"  # the declared residual of `save: gate_up`
+
+EXPERT_AXIS = "expert"  # the mesh axis experts are sharded over
 
 Recipe = Literal["fp32", "bf16", "mxfp8"]
 Backend = Literal["dense", "xla", "native", "megakernel"]
@@ -71,6 +75,70 @@ class MoESpec:
         return dataclasses.replace(self, **changes)
 
 
+def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int | None = None) -> MoESpec:
+    """The spec of one expert layer, checked, with its backend resolved.
+
+    Args:
+      config: reads model, moe, recipe and training.remat.
+      mesh: the mesh the layer will run on; experts are sharded over its `expert` axis. None: one device.
+      layer: index among the MoE layers (leading dense layers not counted); decides whether `bf16_layers` holds it. None: the
+        recipe of the run.
+    Raises:
+      ValueError: a field cannot work, with what it is and what would do.
+    """
+    moe, d_model = config.moe, config.model.d_model
+    moe_layers = config.model.num_layers - config.model.dense_layers
+    ranks = 1 if mesh is None else dict(mesh.shape).get(EXPERT_AXIS, 1)
+    if moe.num_experts % ranks:
+        fits = [r for r in range(1, moe.num_experts + 1) if moe.num_experts % r == 0]
+        raise ValueError(f"expert axis has {ranks} ranks but num_experts is {moe.num_experts}: use one of {fits}")
+    check_router(moe.router, moe.num_experts)
+    if moe.router.hash_layers > moe_layers:
+        raise ValueError(f"hash_layers is {moe.router.hash_layers} but the model has {moe_layers} MoE layers")
+    _check_balance(moe.balance, moe.router)
+    _check_act(moe.act)
+    bf16_layers = _layer_indices("bf16_layers", moe.bf16_layers, moe_layers)
+    if layer is not None:
+        (layer,) = _layer_indices("layer", (layer,), moe_layers)
+    recipe = "bf16" if config.recipe == "mxfp8" and layer in bf16_layers else config.recipe
+    step = {"fp32": 1, "bf16": 8, "mxfp8": 32}[recipe]
+    for name, size in (("model.d_model", d_model), ("moe.expert_width", moe.expert_width)):
+        if size < 1 or size % step:
+            raise ValueError(f"{name} is {size}; expected a positive multiple of {step} under recipe {recipe}")
+    save = moe.save
+    if save == "auto":
+        save = "recompute" if ranks > 1 or config.training.remat != "none" else "gate_up"
+    if save == "gate_up" and config.training.remat == "layer":
+        raise ValueError(
+            f"moe.save is 'gate_up' but training.remat 'layer' does not keep {GATE_UP_NAME!r}, so it would be computed twice: "
+            "use remat 'minimal' or 'none', or save 'recompute'"
+        )
+    spec = MoESpec(
+        num_experts=moe.num_experts,
+        d_model=d_model,
+        expert_width=moe.expert_width,
+        router=moe.router,
+        balance=moe.balance,
+        act=moe.act,
+        expert_bias=moe.expert_bias,
+        recipe=recipe,
+        wgrad=moe.wgrad,
+        mx_mode=moe.mx_mode,
+        capacity_factor=moe.capacity_factor,
+        drop_policy=moe.drop_policy,
+        axis=EXPERT_AXIS if ranks > 1 else None,
+        ranks=ranks,
+        save=save,
+    )
+    if moe.capacity_factor is not None:
+        from moejax.ops.schedule import parse_capacity_factor  # late: schedule.py imports this file
+
+        parse_capacity_factor(moe.capacity_factor)
+    from moejax.ops.moe import resolve_backend  # late: moe.py imports this file, and knows what each backend can run
+
+    return spec.replace(backend=resolve_backend(spec, moe.backend))
+
+
 @functools.cache
 def check_router(router: RouterConfig, num_experts: int) -> None:
     """Refuses routers that cannot work or cannot learn.
@@ -111,3 +179,34 @@ def check_router(router: RouterConfig, num_experts: int) -> None:
         raise ValueError(f"route_scale is {r.route_scale}; expected a finite number other than 0")
     if r.hash_layers < 0:
         raise ValueError(f"hash_layers is {r.hash_layers}; expected 0 or more")
+
+
+def _check_balance(balance: BalanceConfig, router: RouterConfig) -> None:
+    for name in ("aux_coef", "z_coef", "bias_rate"):
+        value = getattr(balance, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"balance.{name} is {value}; expected a finite number of at least 0")
+    if balance.bias_rate and not router.select_bias:
+        raise ValueError(
+            f"balance.bias_rate is {balance.bias_rate} but there is no bias to move: set router.select_bias"
+        )
+
+
+def _check_act(act: ActivationConfig) -> None:
+    clamped = act.name in ("swiglu_clamped", "swiglu_oai")
+    if clamped and not (act.limit is not None and act.limit > 0):
+        raise ValueError(f"act.name is {act.name!r} and act.limit is {act.limit}; expected a positive limit")
+    if not clamped and act.limit is not None:
+        raise ValueError(
+            f"act.limit is {act.limit} but {act.name!r} does not clamp: use a clamped activation or limit none"
+        )
+
+
+def _layer_indices(name: str, layers: tuple[int, ...], moe_layers: int) -> tuple[int, ...]:
+    for layer in layers:
+        if not -moe_layers <= layer < moe_layers:
+            raise ValueError(
+                f"{name}: layer {layer} does not exist; the model has {moe_layers} MoE layers, 0..{moe_layers - 1} "
+                f"(or -{moe_layers}..-1 from the end)"
+            )
+    return tuple(layer % moe_layers for layer in layers)
