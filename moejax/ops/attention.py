@@ -1,0 +1,179 @@
+"""Causal grouped-query attention over packed documents.
+
+Letters: B batch, L queries, S keys, N query heads, C key/value heads, G = N / C, H head width.
+Query i of a row sees key j if j <= i and both are of the same segment. Softmax and its statistics are FP32.
+
+Memory is bounded: scores exist for one block of queries at a time, forward and backward, and the keys of a block end where
+causality ends. The residuals are q, k, v, the output and one FP32 log-sum-exp per query and head.
+Source of the backward: FlashAttention-2, arXiv 2307.08691, section 3.1.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1.0e30  # finite: exp(MASKED - lse) is exactly 0, and a row is never all masked because a query sees itself
+MAX_PREFIXES = 8  # static key lengths per call; more saves little (1/16 of the products) and costs compile time
+
+
+def attention(
+    q_BxLxNxH: jax.Array,
+    k_BxLxCxH: jax.Array,
+    v_BxLxCxH: jax.Array,
+    segment_BxL: jax.Array,
+    *,
+    block: int = 128,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
+    """Self-attention inside each document, with scale 1 / sqrt(H).
+
+    Args:
+      q_BxLxNxH, k_BxLxCxH, v_BxLxCxH: queries, keys, values, rotated already; C divides N, head n reads kv head n // G.
+      segment_BxL: int32 document numbers; padding (0) sees padding only.
+      block: queries per block of scores ("xla" only).
+      implementation: "xla" is the blocked form below, on every platform; "cudnn" is NVIDIA's fused kernel through
+        `jax.nn.dot_product_attention`, 16-bit inputs only. None: "cudnn" where it can run, else "xla".
+    Returns:
+      out_BxLxNxH in the dtype of q.
+    Raises:
+      ValueError: the number of key/value heads does not divide the number of query heads.
+    """
+    heads, kv_heads = q_BxLxNxH.shape[2], k_BxLxCxH.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads with {kv_heads} key/value heads: the second must divide the first")
+    if implementation is None:
+        implementation = "cudnn" if _cudnn_can_run(q_BxLxNxH) else "xla"
+    if implementation == "cudnn":
+        same_BxLxL = segment_BxL[:, :, None] == segment_BxL[:, None, :]
+        return jax.nn.dot_product_attention(
+            q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, mask=same_BxLxL[:, None], is_causal=True, implementation="cudnn"
+        )
+    return _blocked(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block)
+
+
+def attend(q_BxLxNxH: jax.Array, k_BxSxCxH: jax.Array, v_BxSxCxH: jax.Array, seen_LxS: jax.Array) -> jax.Array:
+    """Attention of a few queries to a cache of keys, for decoding: `seen_LxS` says which keys a query sees."""
+    batch, length, heads, head_dim = q_BxLxNxH.shape
+    q = q_BxLxNxH.reshape(batch, length, k_BxSxCxH.shape[2], -1, head_dim)
+    score = jnp.einsum("blcgh,bsch->bcgls", q, k_BxSxCxH, preferred_element_type=jnp.float32) * head_dim**-0.5
+    p = jax.nn.softmax(jnp.where(seen_LxS, score, MASKED), axis=-1).astype(v_BxSxCxH.dtype)
+    out = jnp.einsum("bcgls,bsch->blcgh", p, v_BxSxCxH, preferred_element_type=jnp.float32)
+    return out.reshape(q_BxLxNxH.shape).astype(q_BxLxNxH.dtype)
+
+
+def _cudnn_can_run(q_BxLxNxH) -> bool:
+    length, head_dim = q_BxLxNxH.shape[1], q_BxLxNxH.shape[3]
+    sixteen_bit = q_BxLxNxH.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128 and length % 64 == 0
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
+    return _blocked_forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block)[0]
+
+
+def _blocked_forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
+    q_BxCxGxLxH, k_BxCxLxH, v_BxCxLxH = _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH)
+    length = q_BxLxNxH.shape[1]
+
+    def one_block(start, rows, keys):
+        q = jax.lax.dynamic_slice_in_dim(q_BxCxGxLxH, start, rows, axis=3)
+        score = _scores(q, k_BxCxLxH[:, :, :keys], segment_BxL, start)
+        top = jnp.max(score, axis=-1, keepdims=True)
+        p = jnp.exp(score - top)
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        out = _dot("bcgls,bcsh->bcglh", p.astype(q.dtype), v_BxCxLxH[:, :, :keys]) / total
+        return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
+
+    outs = [_over_blocks(one_block, *span) for span in _spans(length, block)]
+    out_BxCxGxLxH = jnp.concatenate([out for out, _ in outs], axis=3)
+    lse_BxCxGxL = jnp.concatenate([lse for _, lse in outs], axis=3)
+    residuals = (q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxCxGxLxH, lse_BxCxGxL)
+    return _heads_last(out_BxCxGxLxH), residuals
+
+
+def _blocked_backward(block, residuals, d_out_BxLxNxH):
+    q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxCxGxLxH, lse_BxCxGxL = residuals
+    q_BxCxGxLxH, k_BxCxLxH, v_BxCxLxH = _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH)
+    batch, length, _, head_dim = q_BxLxNxH.shape
+    d_out_BxCxGxLxH = d_out_BxLxNxH.reshape(batch, length, *q_BxCxGxLxH.shape[1:3], head_dim).transpose(0, 2, 3, 1, 4)
+    delta_BxCxGxL = jnp.sum(d_out_BxCxGxLxH.astype(jnp.float32) * out_BxCxGxLxH.astype(jnp.float32), axis=-1)
+    dtype = q_BxLxNxH.dtype
+
+    def one_block(start, rows, keys):
+        q, d_out, lse, delta = (
+            jax.lax.dynamic_slice_in_dim(x, start, rows, axis=3)
+            for x in (q_BxCxGxLxH, d_out_BxCxGxLxH, lse_BxCxGxL, delta_BxCxGxL)
+        )
+        k, v = k_BxCxLxH[:, :, :keys], v_BxCxLxH[:, :, :keys]
+        p = jnp.exp(_scores(q, k, segment_BxL, start) - lse[..., None])
+        dv = _dot("bcgls,bcglh->bcsh", p.astype(dtype), d_out)
+        dp = _dot("bcglh,bcsh->bcgls", d_out, v)
+        ds = (p * (dp - delta[..., None]) * head_dim**-0.5).astype(dtype)
+        return _dot("bcgls,bcsh->bcglh", ds, k).astype(dtype), _dot("bcgls,bcglh->bcsh", ds, q), dv
+
+    dq, dk, dv = [], 0.0, 0.0
+    for start, rows, count in _spans(length, block):
+        keys = start + rows * count
+        dq_part, dk_part, dv_part = _over_blocks(one_block, start, rows, count, summed=(1, 2))
+        dq.append(dq_part)
+        grow = [(0, 0), (0, 0), (0, length - keys), (0, 0)]
+        dk, dv = dk + jnp.pad(dk_part, grow), dv + jnp.pad(dv_part, grow)
+    dk_BxLxCxH, dv_BxLxCxH = (x.transpose(0, 2, 1, 3).astype(dtype) for x in (dk, dv))
+    return _heads_last(jnp.concatenate(dq, axis=3)), dk_BxLxCxH, dv_BxLxCxH, None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _spans(length: int, block: int) -> list[tuple[int, int, int]]:
+    """Cuts the queries into at most MAX_PREFIXES + 1 spans (start, rows per block, blocks) that each read one static key prefix."""
+    blocks, rest = divmod(length, block)
+    per_span = max(1, -(-blocks // MAX_PREFIXES))
+    spans = [(i * block, block, min(per_span, blocks - i)) for i in range(0, blocks, per_span)]
+    return spans + ([(blocks * block, rest, 1)] if rest else [])
+
+
+def _over_blocks(one_block, start, rows, count, summed=()):
+    """Runs one_block over the blocks of a span and joins the results along the query axis (3), or sums those named."""
+    keys = start + rows * count
+    if count == 1:
+        return one_block(start, rows, keys)
+    shapes = jax.eval_shape(lambda: one_block(start, rows, keys))
+    zeros = [jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in summed]
+
+    def step(totals, index):
+        parts = one_block(start + index * rows, rows, keys)
+        totals = [total + parts[i] for total, i in zip(totals, summed, strict=True)]
+        return totals, [part for i, part in enumerate(parts) if i not in summed]
+
+    totals, joined = jax.lax.scan(step, zeros, jnp.arange(count, dtype=jnp.int32))
+    joined = iter([jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]) for x in joined])
+    totals = iter(totals)
+    return tuple(next(totals) if i in summed else next(joined) for i in range(len(shapes)))
+
+
+def _scores(q_BxCxGxLxH, k_BxCxSxH, segment_BxL, start):
+    rows, keys = q_BxCxGxLxH.shape[3], k_BxCxSxH.shape[2]
+    row_segment = jax.lax.dynamic_slice_in_dim(segment_BxL, start, rows, axis=1)
+    before = jnp.arange(keys) <= start + jnp.arange(rows)[:, None]
+    seen_BxLxS = before & (row_segment[:, :, None] == segment_BxL[:, None, :keys])
+    score = _dot("bcglh,bcsh->bcgls", q_BxCxGxLxH, k_BxCxSxH) * q_BxCxGxLxH.shape[-1] ** -0.5
+    return jnp.where(seen_BxLxS[:, None, None], score, MASKED)
+
+
+def _dot(equation, x, y):
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+def _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH):
+    batch, length, _, head_dim = q_BxLxNxH.shape
+    q = q_BxLxNxH.reshape(batch, length, k_BxLxCxH.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+    return q, k_BxLxCxH.transpose(0, 2, 1, 3), v_BxLxCxH.transpose(0, 2, 1, 3)
+
+
+def _heads_last(x_BxCxGxLxH):
+    batch, kv_heads, group, length, head_dim = x_BxCxGxLxH.shape
+    return x_BxCxGxLxH.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, head_dim)
