@@ -102,7 +102,9 @@ class ModelConfig:
     """The decoder around the experts."""
 
     module: str = _field("models.decoder:Decoder", "the model, as module:Class; your own works too")
-    vocab_size: int | None = _field(None, "vocabulary (V); none: that of the run's tokenizer, filled in before the model is built")
+    vocab_size: int | None = _field(
+        None, "vocabulary (V); none: that of the run's tokenizer, filled in before the model is built"
+    )
     d_model: int = _field(256, "residual width (D)")
     num_layers: int = _field(4, "decoder layers")
     dense_layers: int = _field(0, "leading layers with a dense MLP instead of experts")
