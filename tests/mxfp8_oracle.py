@@ -1,7 +1,7 @@
 """MXFP8 from the exact rational rule, in NumPy float64, which holds every number here exactly and never flushes.
 
-Written from the definition, not from `moejax.ops.mxfp8`: the scale is found among all codes by comparison, the element among all E4M3
-values by distance. The oracle for layers and products is `mx_matmul` on decoded operands.
+Written from the definition, not from `moejax.ops.mxfp8`: the scale is found among all codes by comparison, the element
+among all E4M3 values by distance. The oracle for layers and products is `mx_matmul` on decoded operands.
 """
 
 import numpy as np

@@ -25,7 +25,7 @@ def assert_same_bits(mx: MXArray, x, axis):
 
 
 def wild_floats(rng, shape):
-    """Random FP32 bits: every exponent, subnormals, and now and then NaN and Inf; rows of one magnitude so that blocks are not all NaN."""
+    """Random FP32 bits: every exponent, subnormals, now and then NaN and Inf; rows of 30 binades each."""
     bits = rng.integers(0, 2**32, shape, dtype=np.uint32)
     centre = rng.integers(0, 250, (shape[0], *[1] * (len(shape) - 1)), dtype=np.uint32)
     exponent = np.clip(centre.astype(np.int64) - rng.integers(0, 30, shape), 0, 254).astype(np.uint32)
@@ -83,7 +83,9 @@ def test_every_fp32_exponent_with_edge_mantissas_matches_the_integer_rule():
 
 
 def test_scale_equals_the_fp32_product_rule_of_hardware():
-    """s from fl32(amax * fl32(1/448)) rounded up, the form cuBLAS documents: NumPy keeps subnormals, so it can be run as written."""
+    """s from fl32(amax * fl32(1/448)) rounded up, the form cuBLAS documents: NumPy keeps subnormals, so it can be run
+    as written.
+    """
     rng = np.random.default_rng(1)
     bits = np.concatenate(
         [rng.integers(0, 0x7F800000, 200_000), np.arange(0x045FFFF0, 0x04600010), np.arange(64)]
@@ -171,7 +173,9 @@ BITS = st.lists(st.integers(0, 2**32 - 1), min_size=45, max_size=45)
 @settings(max_examples=150, deadline=None)
 @given(BITS, st.integers(0, 255))
 def test_any_bits_quantise_by_the_rule(bits, exponent):
-    """Scale is the smallest that reaches amax, NaN and Inf poison their block alone, a ragged tail equals its zero-filled block."""
+    """Scale is the smallest that reaches amax, NaN and Inf poison their block alone, a ragged tail equals its
+    zero-filled block.
+    """
     pattern = np.array(bits, np.uint32)
     pattern[:40] = (pattern[:40] & 0x81FFFFFF) | np.uint32(exponent << 23 & 0x7E000000)  # mostly of one magnitude
     x = pattern.view(np.float32)
@@ -214,7 +218,8 @@ def test_statistics_count_underflow_saturation_and_poison():
 def test_array_prints_what_it_is_and_survives_tree_operations():
     mx = quantize(jnp.ones((4, 40)), 0, transposed=True)
     assert repr(mx) == (
-        "MXArray(shape=(4, 40), blocks of 32 along axis -2, stored transposed, elements=float8_e4m3fn[40, 4], scales=uint8[40, 1])"
+        "MXArray(shape=(4, 40), blocks of 32 along axis -2, stored transposed, "
+        "elements=float8_e4m3fn[40, 4], scales=uint8[40, 1])"
     )
     assert "MXArray(shape=?" in repr(jax.tree.map(lambda _: None, mx))
     assert jax.tree.structure(

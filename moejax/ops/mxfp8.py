@@ -1,11 +1,13 @@
 """The MXFP8 format: blocks of 32 E4M3 elements that share one E8M0 scale, and the casts into and out of it.
 
-A block is 32 consecutive elements along the contraction axis of the product the operand goes into; element q of a block with scale
-code s has the value q * 2^(s - 127), and code 255 is NaN. `quantize` and `dequantize` are integer arithmetic on the FP32 bits, because
-XLA on the CPU flushes subnormals in arithmetic and in comparisons: every platform gives the same bits, jitted or not.
+A block is 32 consecutive elements along the contraction axis of the product the operand goes into; element q of a block
+with scale code s has the value q * 2^(s - 127), and code 255 is NaN. `quantize` and `dequantize` are integer arithmetic
+on the FP32 bits, because XLA on the CPU flushes subnormals in arithmetic and in comparisons: every platform gives the
+same bits, jitted or not.
 
-Scales are rounded up: the smallest code with 448 * 2^(s - 127) >= amax (arXiv:2506.08027; cuBLAS and TransformerEngine do the same),
-so finite input never saturates. A block with a NaN or an Inf is poisoned as a whole, code 255 and elements 0x7F.
+Scales are rounded up: the smallest code with 448 * 2^(s - 127) >= amax (arXiv:2506.08027; cuBLAS and TransformerEngine
+do the same), so finite input never saturates. A block with a NaN or an Inf is poisoned as a whole, code 255 and
+elements 0x7F.
 
 Products of MXArrays: `mxfp8_matmul.py`. The scale layout of Blackwell's tensor cores: `mxfp8_layout.py`.
 """
@@ -31,14 +33,16 @@ _SIXTEEN_K = 0x46800000  # bits of 2^14: adding it to a positive number below 2^
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class MXArray:
-    """An array in MXFP8: a pytree of two arrays that shard, stack and checkpoint like any others. It carries no gradient.
+    """An array in MXFP8: a pytree of two arrays that shard, stack and checkpoint like any others. No gradient.
 
-    `axis` counts from the end, so that an MXArray keeps its meaning when `scan` or `vmap` strips a leading axis. Elements and scales
-    have the same axes in the same order, so one PartitionSpec serves both if shards along the block axis are multiples of 32.
+    `axis` counts from the end, so that an MXArray keeps its meaning when `scan` or `vmap` strips a leading axis.
+    Elements and scales have the same axes in the same order, so one PartitionSpec serves both if shards along the block
+    axis are multiples of 32.
 
     Attributes:
       elements: float8_e4m3fn, in storage order.
-      scales: uint8 E8M0 codes, in storage order: the shape of `elements` with the block axis n replaced by ceil(n / 32).
+      scales: uint8 E8M0 codes, in storage order: the shape of `elements` with the block axis n replaced by
+        ceil(n / 32).
       axis: the axis blocks run along, negative, as an axis of the array (not of the storage).
       transposed: whether the last two axes are stored swapped.
     """
@@ -65,7 +69,7 @@ class MXArray:
 
     @property
     def mT(self) -> "MXArray":
-        """The last two axes exchanged: the same bytes, read the other way. Blocks stay where they are; nothing is requantised."""
+        """The last two axes exchanged: the same bytes, read the other way; nothing is requantised."""
         if self.ndim < 2:
             raise ValueError(f"mT needs two axes, got an MXArray of shape {self.shape}")
         return dataclasses.replace(self, axis=_swapped(self.axis), transposed=not self.transposed)
@@ -82,8 +86,9 @@ class MXArray:
 def quantize(x: jax.Array, axis: int = -1, *, transposed: bool = False) -> MXArray:
     """Rounds an array to MXFP8 with blocks along one axis.
 
-    Quantise each operand along the contraction of its product, always from the high-precision source: the two orientations of a tensor
-    are different numbers, and neither is made from the other. A last block shorter than 32 is a block of its own.
+    Quantise each operand along the contraction of its product, always from the high-precision source: the two
+    orientations of a tensor are different numbers, and neither is made from the other. A last block shorter than 32 is
+    a block of its own.
 
     Args:
       x: FP32 or BF16, at least one axis; subnormals count, NaN and Inf poison their block.
@@ -108,8 +113,9 @@ def quantize(x: jax.Array, axis: int = -1, *, transposed: bool = False) -> MXArr
 def dequantize(mx: MXArray, dtype=jnp.float32) -> jax.Array:
     """The values of an MXArray, in its shape.
 
-    FP32 is exact, subnormals included, save for magnitudes of 2^128 and more, which are Inf. BF16 is exact for codes 3..246; below that
-    the smallest elements lose bits, at 247 elements of 256 and more overflow. Code 255 or a NaN element gives NaN.
+    FP32 is exact, subnormals included, save for magnitudes of 2^128 and more, which are Inf. BF16 is exact for codes
+    3..246; below that the smallest elements lose bits, at 247 elements of 256 and more overflow. Code 255 or a NaN
+    element gives NaN.
 
     Args:
       mx: what `quantize` made.
@@ -132,13 +138,14 @@ def scale_code(amax_bits: jax.Array) -> jax.Array:
     """
     # 448 = 1.75 * 2^8, so the exponent minus 8, plus one when the mantissa is above 1.75
     code = jnp.maximum((amax_bits >> 23) - 8 + ((amax_bits & _MANTISSA) > 0x600000), 0)
-    # The one magnitude whose product with fl32(1/448), the form hardware uses, rounds to 2^-127 although amax / 448 is just above it
+    # The one magnitude whose product with fl32(1/448), the form hardware uses, rounds to 2^-127 although amax / 448 is
+    # just above it
     code = jnp.where(amax_bits == 0x04600001, 0, code)
     return jnp.where(amax_bits >= _INF, NAN_CODE, code)
 
 
 def to_e4m3(x: jax.Array) -> jax.Array:
-    """FP32 to E4M3: nearest even, saturating at 448 (Inf too), NaN to 0x7F, sign kept for zeros and for what rounds to zero.
+    """FP32 to E4M3: nearest even, saturating at 448 (Inf too), NaN to 0x7F, the sign of zeros kept.
 
     `x.astype(jnp.float8_e4m3fn)` is not this cast: it turns everything above 464 into NaN.
 
@@ -175,7 +182,7 @@ class MXStats:
     poisoned: jax.Array
 
     def rates(self) -> dict[str, jax.Array]:
-        """FP32 shares: `underflow` and `saturation` of the nonzero elements, `poison` of the blocks; 0 where there are none."""
+        """FP32 shares: `underflow` and `saturation` of nonzero elements, `poison` of blocks; 0 of nothing is 0."""
 
         def share(part, whole):
             return part / jnp.maximum(whole, 1).astype(jnp.float32)
@@ -188,8 +195,8 @@ class MXStats:
 
 
 def quantization_stats(x: jax.Array, mx: MXArray) -> MXStats:
-    """Counts what `mx = quantize(x, …)` lost. Underflow and a pile of elements at the top of their range precede divergence
-    (arXiv:2506.20752), so both are logged per layer.
+    """Counts what `mx = quantize(x, …)` lost. Underflow and a pile of elements at the top of their range precede
+    divergence (arXiv:2506.20752), so both are logged per layer.
 
     Args:
       x: the source.
@@ -245,8 +252,8 @@ def _dequantize(mx: MXArray, dtype) -> jax.Array:
 
 
 def _rescaled(magnitude: jax.Array, code: jax.Array) -> jax.Array:
-    """Bits of magnitude * 2^(127 - code), as a signed exponent and mantissa: numbers below the FP32 range come out negative."""
-    # A subnormal is its mantissa * 2^-149; the int-to-float conversion normalises it. Above code 100 it rounds to zero anyway.
+    """Bits of magnitude * 2^(127 - code), as signed exponent and mantissa: below the FP32 range they are negative."""
+    # A subnormal is its mantissa * 2^-149; the int-to-float conversion normalises it. Above code 100 it rounds to zero.
     normalised = _bits((magnitude & _MANTISSA).astype(jnp.float32))
     return jnp.where(
         magnitude <= _MANTISSA,
@@ -256,7 +263,7 @@ def _rescaled(magnitude: jax.Array, code: jax.Array) -> jax.Array:
 
 
 def _round_to_e4m3(bits: jax.Array) -> jax.Array:
-    """The E4M3 byte nearest to a magnitude of at most 448, ties to even. Negative bits are magnitudes too small to matter."""
+    """The E4M3 byte nearest to a magnitude of at most 448, ties to even. Negative bits stand for tiny magnitudes."""
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     tiny = jax.lax.bitcast_convert_type(jnp.maximum(bits, 0), jnp.float32)
     subnormal = _bits(tiny + jnp.float32(2.0**14)) - _SIXTEEN_K
@@ -278,7 +285,7 @@ def _decode(byte: jax.Array, code: jax.Array) -> jax.Array:
 
 
 def split_blocks(x: jax.Array, axis: int, block: int = BLOCK) -> jax.Array:
-    """[…, n, …] to […, ceil(n / block), block, …], a last block filled up with zeros. `axis` is negative; the block axis keeps it."""
+    """[…, n, …] to […, ceil(n / block), block, …], the last block filled up with zeros; `axis` is negative."""
     position = axis + x.ndim
     short = -x.shape[position] % block
     if short:

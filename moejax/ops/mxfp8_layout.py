@@ -1,7 +1,8 @@
 """Where a scale lives in memory on Blackwell: the interleaved layout that tcgen05 block-scaled products read.
 
-One 512-byte atom holds the scales of 128 rows by 4 blocks of 32 columns; atoms follow each other along K, then along M. cuBLAS calls it the
-128x4 layout of 1D block scaling factors, CUTLASS `Sm1xxBlockScaledConfig<32>`. Scales run along K whichever way the elements are stored.
+One 512-byte atom holds the scales of 128 rows by 4 blocks of 32 columns; atoms follow each other along K, then along M.
+cuBLAS calls it the 128x4 layout of 1D block scaling factors, CUTLASS `Sm1xxBlockScaledConfig<32>`. Scales run along K
+whichever way the elements are stored.
 Letters: M rows, K columns (the contraction), C scale columns, ceil(K / 32).
 """
 
@@ -26,13 +27,10 @@ def scale_offset(row, block, columns: int):
     atoms_along_k = -(-columns // ATOM_ROWS)
     if np.ndim(row) or np.ndim(block):
         row, block = np.asarray(row, np.int64), np.asarray(block, np.int64)
-    if (
-        np.any(np.asarray(row) < 0)
-        or np.any(np.asarray(block) < 0)
-        or np.any(np.asarray(block) >= atoms_along_k * ATOM_COLUMNS)
-    ):
+    blocks = atoms_along_k * ATOM_COLUMNS
+    if np.any(np.asarray(row) < 0) or np.any(np.asarray(block) < 0) or np.any(np.asarray(block) >= blocks):
         raise ValueError(
-            f"scale_offset got row {row}, block {block}: rows are >= 0 and blocks in 0..{atoms_along_k * ATOM_COLUMNS - 1} for K = {columns}"
+            f"scale_offset got row {row}, block {block}: rows start at 0, and K = {columns} has blocks 0..{blocks - 1}"
         )
     atom = (row // 128) * atoms_along_k + block // ATOM_COLUMNS
     return atom * ATOM_BYTES + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
@@ -78,6 +76,6 @@ def deinterleave_scales(packed: jax.Array, rows: int, blocks: int) -> jax.Array:
 
 
 def _permuted(atoms: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """Transposes the last five axes. The order used here exchanges atom-along-K with quarter, and is its own inverse."""
+    """Transposes the last five axes. The order used here exchanges atom-along-K with quarter: its own inverse."""
     lead = atoms.ndim - len(order)
     return jnp.transpose(atoms, (*range(lead), *(lead + i for i in order)))
