@@ -1,23 +1,21 @@
 """The schedule of an expert layer: which row of the expert buffers each (token, slot) gets. Integer work only.
 
-`schedule` turns expert ids into a `Plan`. Rows of one expert are contiguous, start at a multiple of 128 and follow the order
-(source rank, token, slot), which for contiguous token sharding is the global token order; so a plan never depends on how
-tokens are split over ranks. Read `moe.py` next, which moves the rows.
+`schedule` turns expert ids into a `Plan`. Rows of one expert are contiguous, start at a multiple of 128 and follow the
+order (source rank, token, slot), which for contiguous token sharding is the global token order; so a plan never
+depends on how tokens are split over ranks. Read `moe.py` next, which moves the rows.
 
-Letters: T tokens, K experts per token, E experts (of this rank where a `Plan` is meant), R ranks, M rows after dispatch,
-N = T K slots, W minibatches.
+Letters: T tokens, K experts per token, E experts (of this rank in a `Plan`), R ranks, M rows after dispatch, N = T K
+slots, W minibatches.
 """
 
 import dataclasses
-import fractions
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.ops.spec import SCHEDULE_NAME, TILE, MoESpec
+from moejax.ops.spec import SCHEDULE_NAME, TILE, MoESpec, parse_capacity_factor
 
 _INT32_MAX = 2**31 - 1
 
@@ -59,7 +57,7 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
     _check_ids(expert_TxK, spec)
     first_expert = 0
     if spec.ranks > 1:
-        # Ids are a few bytes per token; gathering them lets every rank compute the same global order without a second exchange.
+        # Ids are a few bytes per token, and with all of them every rank knows the global order.
         expert_TxK = jax.lax.all_gather(expert_TxK, spec.axis, axis=0, tiled=True)
         first_expert = jax.lax.axis_index(spec.axis) * spec.local_experts
     tokens, top_k = expert_TxK.shape
@@ -104,7 +102,7 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
 
 
 def rows_bound(tokens: int, spec: MoESpec) -> int:
-    """M: rows that hold any routing of `tokens` tokens (of the whole expert group), padding included; a multiple of 128."""
+    """M: rows that hold any routing of T tokens (of the whole expert group), padding included; a multiple of 128."""
     rows = tokens * min(spec.top_k, spec.local_experts)
     limit = capacity(tokens, spec)
     if limit is not None:
@@ -126,15 +124,6 @@ def capacity(tokens: int, spec: MoESpec) -> int | None:
     factor = parse_capacity_factor(spec.capacity_factor)
     wanted = -(-(tokens * spec.top_k * factor) // spec.num_experts)
     return min(tokens, max(1, int(wanted)))
-
-
-def parse_capacity_factor(text: str) -> fractions.Fraction:
-    """The decimal number the user wrote, as a rational: '1.1' is 11/10, which no float is."""
-    if not isinstance(text, str) or not re.fullmatch(r"\d+(\.\d+)?", text) or fractions.Fraction(text) == 0:
-        raise ValueError(
-            f"capacity_factor is {text!r}; expected a positive decimal number in quotes such as '1.25', or none"
-        )
-    return fractions.Fraction(text)
 
 
 def dropped_rows(plan: Plan) -> jax.Array:
@@ -170,7 +159,8 @@ def _check_ids(expert_TxK, spec: MoESpec) -> None:
             f"expert ids have shape {expert_TxK.shape}; expected (T, {spec.top_k}), K = top_k = {spec.top_k}"
         )
     if expert_TxK.size and not isinstance(expert_TxK, jax.core.Tracer):
-        low, high = int(np.min(expert_TxK)), int(np.max(expert_TxK))
+        expert_TxK = np.asarray(expert_TxK)  # of jax.numpy it would be traced when called inside jit
+        low, high = int(expert_TxK.min()), int(expert_TxK.max())
         if low < -1 or high >= spec.num_experts:
             raise ValueError(
                 f"expert ids lie in {low}..{high}; expected 0..{spec.num_experts - 1}, or -1 for a masked slot"

@@ -4,8 +4,10 @@ Read `moe.py` next. Letters: D model width, F expert width, E experts, K experts
 """
 
 import dataclasses
+import fractions
 import functools
 import math
+import re
 from typing import Literal
 
 import jax
@@ -14,7 +16,7 @@ from moejax.config import ActivationConfig, BalanceConfig, Config, RouterConfig
 
 TILE = 128  # groups start at multiples of this many rows, in every recipe (MX scale atoms and wgrad blocks need it)
 
-# Names of saved values, for remat policies. A misspelt name saves nothing and raises nothing, so they are spelt once, here.
+# Names of saved values, for remat policies. A misspelt name saves nothing and raises nothing, so here they are, once.
 SCHEDULE_NAME = "moe_schedule"  # expert ids and plan: every policy keeps them, selection is never recomputed
 GATE_UP_NAME = "moe_gate_up"  # the declared residual of `save: gate_up`
 
@@ -37,7 +39,7 @@ class MoESpec:
       recipe: precision of the expert GEMMs.
       wgrad: "recipe", or "bf16" to keep weight-gradient GEMMs in BF16 under mxfp8.
       mx_mode: "exact" or "aligned" execution of MX products.
-      backend: the resolved backend.
+      backend: the resolved backend; None only while it is being chosen.
       capacity_factor: None for dropless, else the decimal string the user wrote (read exactly, as a rational).
       drop_policy: which rows go over capacity.
       axis: mesh axis that experts are sharded over, or None.
@@ -55,7 +57,7 @@ class MoESpec:
     recipe: Recipe = "fp32"
     wgrad: Literal["recipe", "bf16"] = "recipe"
     mx_mode: Literal["exact", "aligned"] = "exact"
-    backend: Backend = "xla"
+    backend: Backend | None = "xla"
     capacity_factor: str | None = None
     drop_policy: Literal["position"] = "position"
     axis: str | None = None
@@ -81,8 +83,8 @@ def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int |
     Args:
       config: reads model, moe, recipe and training.remat.
       mesh: the mesh the layer will run on; experts are sharded over its `expert` axis. None: one device.
-      layer: index among the MoE layers (leading dense layers not counted); decides whether `bf16_layers` holds it. None: the
-        recipe of the run.
+      layer: index among the MoE layers (leading dense layers not counted); decides whether `bf16_layers` holds it.
+        None: the recipe of the run.
     Raises:
       ValueError: a field cannot work, with what it is and what would do.
     """
@@ -96,22 +98,17 @@ def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int |
     if moe.router.hash_layers > moe_layers:
         raise ValueError(f"hash_layers is {moe.router.hash_layers} but the model has {moe_layers} MoE layers")
     _check_balance(moe.balance, moe.router)
-    _check_act(moe.act)
     bf16_layers = _layer_indices("bf16_layers", moe.bf16_layers, moe_layers)
     if layer is not None:
         (layer,) = _layer_indices("layer", (layer,), moe_layers)
     recipe = "bf16" if config.recipe == "mxfp8" and layer in bf16_layers else config.recipe
-    step = {"fp32": 1, "bf16": 8, "mxfp8": 32}[recipe]
-    for name, size in (("model.d_model", d_model), ("moe.expert_width", moe.expert_width)):
-        if size < 1 or size % step:
-            raise ValueError(f"{name} is {size}; expected a positive multiple of {step} under recipe {recipe}")
     save = moe.save
     if save == "auto":
         save = "recompute" if ranks > 1 or config.training.remat != "none" else "gate_up"
     if save == "gate_up" and config.training.remat == "layer":
         raise ValueError(
-            f"moe.save is 'gate_up' but training.remat 'layer' does not keep {GATE_UP_NAME!r}, so it would be computed twice: "
-            "use remat 'minimal' or 'none', or save 'recompute'"
+            f"moe.save is 'gate_up' but training.remat 'layer' does not keep {GATE_UP_NAME!r}, so it would be computed "
+            "twice: use remat 'minimal' or 'none', or save 'recompute'"
         )
     spec = MoESpec(
         num_experts=moe.num_experts,
@@ -124,6 +121,7 @@ def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int |
         recipe=recipe,
         wgrad=moe.wgrad,
         mx_mode=moe.mx_mode,
+        backend=moe.backend,
         capacity_factor=moe.capacity_factor,
         drop_policy=moe.drop_policy,
         axis=EXPERT_AXIS if ranks > 1 else None,
@@ -131,12 +129,10 @@ def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int |
         save=save,
     )
     if moe.capacity_factor is not None:
-        from moejax.ops.schedule import parse_capacity_factor  # late: schedule.py imports this file
-
         parse_capacity_factor(moe.capacity_factor)
-    from moejax.ops.moe import resolve_backend  # late: moe.py imports this file, and knows what each backend can run
+    from moejax.ops.backends import resolve_backend  # late: it imports this file, and knows what each backend can run
 
-    return spec.replace(backend=resolve_backend(spec, moe.backend))
+    return spec.replace(backend=resolve_backend(spec))
 
 
 @functools.cache
@@ -192,16 +188,6 @@ def _check_balance(balance: BalanceConfig, router: RouterConfig) -> None:
         )
 
 
-def _check_act(act: ActivationConfig) -> None:
-    clamped = act.name in ("swiglu_clamped", "swiglu_oai")
-    if clamped and not (act.limit is not None and act.limit > 0):
-        raise ValueError(f"act.name is {act.name!r} and act.limit is {act.limit}; expected a positive limit")
-    if not clamped and act.limit is not None:
-        raise ValueError(
-            f"act.limit is {act.limit} but {act.name!r} does not clamp: use a clamped activation or limit none"
-        )
-
-
 def _layer_indices(name: str, layers: tuple[int, ...], moe_layers: int) -> tuple[int, ...]:
     for layer in layers:
         if not -moe_layers <= layer < moe_layers:
@@ -210,3 +196,12 @@ def _layer_indices(name: str, layers: tuple[int, ...], moe_layers: int) -> tuple
                 f"(or -{moe_layers}..-1 from the end)"
             )
     return tuple(layer % moe_layers for layer in layers)
+
+
+def parse_capacity_factor(text: str) -> fractions.Fraction:
+    """The decimal number the user wrote, as a rational: '1.1' is 11/10, which no float is."""
+    if not isinstance(text, str) or not re.fullmatch(r"\d+(\.\d+)?", text) or fractions.Fraction(text) == 0:
+        raise ValueError(
+            f"capacity_factor is {text!r}; expected a positive decimal number in quotes such as '1.25', or none"
+        )
+    return fractions.Fraction(text)
