@@ -83,9 +83,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending."""
-        return sorted(
-            int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal() and _is_whole(entry)
-        )
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal() and _is_whole(entry))
 
     def latest(self) -> int | None:
         """The newest step with a whole checkpoint, or None."""
@@ -139,7 +137,9 @@ class Checkpoints:
         if step is None and found:
             step = found[-1]
         if step not in found:
-            raise CheckpointError(f"no checkpoint {step if step is not None else ''} in {self.folder}; found {found or 'none'}")
+            raise CheckpointError(
+                f"no checkpoint {step if step is not None else ''} in {self.folder}; found {found or 'none'}"
+            )
         try:
             saved = self._orbax.checkpointables_metadata(step).metadata
         except Exception as error:

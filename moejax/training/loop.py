@@ -1,0 +1,122 @@
+"""The training loop: next batch, step, metrics, checkpoint, until the last step or an interrupt."""
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.checkpoint import Checkpoints, first_non_finite
+from moejax.config import Config
+from moejax.training.metrics import MetricLog, Progress, step_record
+from moejax.training.state import TrainState
+from moejax.training.step import first_bad_gradient, split_batch
+
+
+class TrainingError(RuntimeError):
+    """Training can't go on. The message is one line for the user."""
+
+
+def fit(
+    state: TrainState,
+    step_fn: Callable,
+    batches: Any,
+    checkpoints: Checkpoints,
+    log: MetricLog,
+    progress: Progress,
+    config: Config,
+) -> TrainState | None:
+    """Trains from `state` to `config.training.steps`.
+
+    SIGINT and SIGTERM end the step that runs, save, and return; a second one ends the process at once.
+
+    Args:
+      state: the state to continue from; its arrays are given to the step, do not use them afterwards.
+      step_fn: the compiled step (`step.py`).
+      batches: iterator of (B, L) int32 batches with `get_state()`, standing at this state's position.
+    Returns:
+      The final state, or None if the run was interrupted (its state is in the checkpoint).
+    Raises:
+      TrainingError: loss or gradients of a step are not finite: names the step and the first bad leaf.
+      CheckpointError: a checkpoint can't be written, or the state is not finite.
+    """
+    total, first = config.training.steps, int(state.step)
+    every = config.checkpoint.every_steps
+    started = time.monotonic()
+
+    def finish(metrics: dict[str, jax.Array], number: int) -> None:
+        """Waits for a step and writes it down. One step behind the device, so that it never waits for us."""
+        nonlocal started
+        fetched = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
+        if not fetched["finite"]:
+            bad = first_non_finite(state) or first_bad_gradient_name(fetched, state)
+            raise TrainingError(
+                f"step {number}: {bad} is not finite (loss {float(fetched['loss']):.4g}); nothing was saved"
+            )
+        now = time.monotonic()
+        with_load = number % config.log.every_steps == 0 or number in (1, total)
+        record = step_record(fetched | {"step": np.int64(number)}, now - started, with_load=with_load)
+        started = now
+        log.write(record)
+        progress.update(record)
+
+    with Interrupts() as interrupts:
+        if every and first == 0 and checkpoints.latest() is None:
+            checkpoints.save(
+                0, state, batches.get_state()
+            )  # a full disk shows before the first step, not after the hundredth
+        pending = None
+        for number in range(first + 1, total + 1):
+            batch = split_batch(next(batches), config.training.micro_batches)
+            state, metrics = step_fn(state, batch)
+            if pending is not None:
+                finish(*pending)
+            pending = (metrics, number)
+            due = number == total or (every and number % every == 0)
+            if due or interrupts.received:
+                finish(*pending)
+                pending = None
+                log.flush()  # a checkpoint never knows more steps than the metrics
+                checkpoints.save(number, state, batches.get_state())
+            if interrupts.received and number < total:
+                checkpoints.wait()
+                progress.say(f"{interrupts.received}: saved step {number}. The same command continues from there.")
+                return None
+        checkpoints.wait()
+    return state
+
+
+def first_bad_gradient_name(metrics: dict[str, np.ndarray], state: TrainState) -> str:
+    """What was not finite although the state is: a gradient, by name, or the loss."""
+    name = first_bad_gradient(metrics, state.params)
+    return f"the gradient of params.{name}" if name else "the loss or the norm of all gradients"
+
+
+class Interrupts:
+    """While active, remembers the first SIGINT or SIGTERM in `received`; a second one acts as it would without us."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except ValueError:  # not the main thread: the caller's program owns signals
+                break
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self.received = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

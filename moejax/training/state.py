@@ -1,0 +1,143 @@
+"""The training state, and how a Flax model becomes one.
+
+A model is split once, here, into its static graph and plain dicts of arrays; the step is a pure function of those
+(`step.py`), and checkpoints hold them under their names.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from moejax.config import Config
+from moejax.nn.moe import RouterBias
+from moejax.training.optimizer import make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that determines the future of a run, except the position in the data.
+
+    Attributes:
+      step: int32 scalar, finished optimizer steps.
+      params: FP32 masters, nested dict by name.
+      opt_state: optax state, moments in FP32.
+      router_bias: FP32 selection biases, nested dict by name; they follow counts, not gradients.
+      rng: uint32 key data (`jax.random.wrap_key_data`).
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    router_bias: Any
+    rng: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """A model without its arrays: `merge` puts them back, inside or outside `jax.jit`."""
+
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    router_bias: nnx.State
+
+    def merge(self, params: Any, router_bias: Any) -> Any:
+        """The model with these arrays (nested dicts, as in `TrainState`)."""
+        return nnx.merge(self.graphdef, _fill(self.params, params), _fill(self.router_bias, router_bias))
+
+
+def model_class(module: str) -> type:
+    """The class that `module:Class` names.
+
+    Raises:
+      ValueError: not of that form, no such module, or no such class in it.
+    """
+    path, _, name = module.partition(":")
+    if not path or not name:
+        raise ValueError(f"model.module is '{module}': write it as module:Class, such as models.decoder:Decoder")
+    try:
+        found = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(error.name + ".")):
+            raise  # the module exists, and something it imports doesn't
+        raise ValueError(
+            f"model.module is '{module}': there is no module '{path}' here or on the Python path"
+        ) from error
+    if not hasattr(found, name):
+        raise ValueError(f"model.module is '{module}': {path} has no class '{name}'")
+    return getattr(found, name)
+
+
+def make_skeleton(config: Config) -> Skeleton:
+    """The static part of `config.model.module`; no array is created."""
+    model = nnx.eval_shape(lambda: _build(config, jax.random.key(config.training.seed)))
+    graphdef, params, router_bias = nnx.split(model, nnx.Param, RouterBias)
+    return Skeleton(graphdef, params, router_bias)
+
+
+def make_init(config: Config) -> Callable[[], TrainState]:
+    """A function without arguments that creates the first state: `jax.eval_shape` it, or `jax.jit` it under a mesh."""
+
+    def init() -> TrainState:
+        model_key, run_key = jax.random.split(jax.random.key(config.training.seed))
+        _, params, router_bias = nnx.split(_build(config, model_key), nnx.Param, RouterBias)
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.to_pure_dict(params))
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=make_optimizer(config.optimizer).init(params),
+            router_bias=nnx.to_pure_dict(router_bias),
+            rng=jax.random.key_data(run_key),
+        )
+
+    return init
+
+
+def abstract_state(config: Config) -> TrainState:
+    """Shapes, dtypes and (under a mesh) shardings of the state, as `jax.ShapeDtypeStruct`s."""
+    return jax.eval_shape(make_init(config))
+
+
+def create_state(config: Config) -> TrainState:
+    """The first state, each leaf born in its own sharding."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config))
+    return jax.jit(make_init(config), out_shardings=shardings)()
+
+
+def apply_update(
+    state: TrainState, grads: Any, rate: jax.Array, optimizer: optax.GradientTransformation
+) -> tuple[Any, Any]:
+    """Params and optimizer state after one update with these (clipped) FP32 gradients."""
+    direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
+    return params, opt_state
+
+
+def parameter_counts(params: Any, config: Config) -> tuple[int, int]:
+    """All parameters, and those that act on one token: of the routed experts, K of E.
+
+    Routed expert weights are the leaves of a module named `experts`, which have an expert axis of length E.
+    """
+    total = active = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        size = leaf.size
+        total += size
+        active += size * config.moe.router.top_k // config.moe.num_experts if "experts" in names else size
+    return total, active
+
+
+def _build(config: Config, key: jax.Array) -> Any:
+    return model_class(config.model.module)(config, rngs=nnx.Rngs(key))
+
+
+def _fill(template: nnx.State, values: Any) -> nnx.State:
+    filled = jax.tree.map(lambda leaf: leaf, template)  # a copy: replacing works in place
+    nnx.replace_by_pure_dict(filled, values)
+    return filled
