@@ -1,7 +1,8 @@
 """MXFP8 from the exact rational rule, in NumPy float64, which holds every number here exactly and never flushes.
 
 Written from the definition, not from `moejax.ops.mxfp8`: the scale is found among all codes by comparison, the element
-among all E4M3 values by distance. The oracle for layers and products is `mx_matmul` on decoded operands.
+among all E4M3 values by distance. Products of
+decoded operands in float64 are the oracle of everything above.
 """
 
 import numpy as np
@@ -39,14 +40,16 @@ def quantize(x, axis=-1):
     with np.errstate(invalid="ignore"):  # signalling NaNs
         x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
     size = x.shape[-1]
-    blocks = np.concatenate([x, np.zeros((*x.shape[:-1], -size % BLOCK))], -1).reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = np.concatenate([x, np.zeros((*x.shape[:-1], -size % BLOCK))], -1).reshape(
+        *x.shape[:-1], -(-size // BLOCK), BLOCK
+    )
     with np.errstate(invalid="ignore"):
         codes = scale_codes(np.max(np.abs(blocks), -1))
     poisoned = codes == 255
     with np.errstate(invalid="ignore"):
         scaled = blocks / SCALE[np.where(poisoned, 127, codes)][..., None]
     data = np.where(poisoned[..., None], 0x7F, element_bytes(scaled)).astype(np.uint8)
-    data = data.reshape(*x.shape[:-1], -1)[..., :size]
+    data = data.reshape(*x.shape[:-1], -(-size // BLOCK) * BLOCK)[..., :size]
     return np.moveaxis(data, -1, axis), np.moveaxis(codes, -1, axis)
 
 

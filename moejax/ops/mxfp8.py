@@ -156,8 +156,8 @@ def to_e4m3(x: jax.Array) -> jax.Array:
     """
     bits = _bits(jnp.asarray(x))
     magnitude = bits & _ABS
-    byte = _round_to_e4m3(jnp.minimum(magnitude, _BITS_448)) | _sign_byte(bits)
-    return _as_e4m3(jnp.where(magnitude > _INF, NAN_BYTE, byte))
+    byte = round_to_e4m3(jnp.minimum(magnitude, _BITS_448)) | _sign_byte(bits)
+    return as_e4m3(jnp.where(magnitude > _INF, NAN_BYTE, byte))
 
 
 @jax.tree_util.register_dataclass
@@ -207,7 +207,7 @@ def quantization_stats(x: jax.Array, mx: MXArray) -> MXStats:
             f"quantization_stats got x of shape {x.shape} and an MXArray of shape {mx.shape}: they must be one tensor's"
         )
     magnitude = _bits(x) & _ABS
-    byte = _bytes(mx.elements) & 0x7F
+    byte = element_bytes(mx) & 0x7F
     byte = jnp.swapaxes(byte, -1, -2) if mx.transposed else byte
     real = (magnitude > 0) & (magnitude < _INF)
     count = functools.partial(jnp.sum, dtype=jnp.int32)
@@ -234,19 +234,19 @@ def _quantize(x: jax.Array, axis: int, transposed: bool) -> MXArray:
     size = bits.shape[stored_axis]
     blocks = split_blocks(bits, stored_axis)
     code = jax.lax.expand_dims(scale_code(jnp.max(blocks & _ABS, axis=stored_axis)), [stored_axis + bits.ndim + 1])
-    byte = jnp.where(code == NAN_CODE, NAN_BYTE, _round_to_e4m3(_rescaled(blocks & _ABS, code)) | _sign_byte(blocks))
-    elements = jax.lax.slice_in_dim(_merge(byte.astype(jnp.uint8), stored_axis), 0, size, axis=stored_axis)
-    return MXArray(_as_e4m3(elements), jnp.squeeze(code, stored_axis).astype(jnp.uint8), axis, transposed)
+    byte = jnp.where(code == NAN_CODE, NAN_BYTE, round_to_e4m3(_rescaled(blocks & _ABS, code)) | _sign_byte(blocks))
+    elements = jax.lax.slice_in_dim(merge_blocks(byte.astype(jnp.uint8), stored_axis), 0, size, axis=stored_axis)
+    return MXArray(as_e4m3(elements), jnp.squeeze(code, stored_axis).astype(jnp.uint8), axis, transposed)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _dequantize(mx: MXArray, dtype) -> jax.Array:
     axis = mx.storage_axis
     size = mx.elements.shape[axis]
-    byte = split_blocks(_bytes(mx.elements), axis)
+    byte = split_blocks(element_bytes(mx), axis)
     code = jax.lax.expand_dims(mx.scales.astype(jnp.int32), [axis + byte.ndim])
-    value = jax.lax.bitcast_convert_type(_decode(byte, code), jnp.float32)
-    value = jax.lax.slice_in_dim(_merge(value, axis), 0, size, axis=axis)
+    value = jax.lax.bitcast_convert_type(decode_bits(byte, code), jnp.float32)
+    value = jax.lax.slice_in_dim(merge_blocks(value, axis), 0, size, axis=axis)
     value = jnp.swapaxes(value, -1, -2) if mx.transposed else value
     return value.astype(dtype)
 
@@ -262,7 +262,7 @@ def _rescaled(magnitude: jax.Array, code: jax.Array) -> jax.Array:
     )
 
 
-def _round_to_e4m3(bits: jax.Array) -> jax.Array:
+def round_to_e4m3(bits: jax.Array) -> jax.Array:
     """The E4M3 byte nearest to a magnitude of at most 448, ties to even. Negative bits stand for tiny magnitudes."""
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     tiny = jax.lax.bitcast_convert_type(jnp.maximum(bits, 0), jnp.float32)
@@ -270,7 +270,7 @@ def _round_to_e4m3(bits: jax.Array) -> jax.Array:
     return jnp.where(bits >= (127 - 6) << 23, normal, subnormal)
 
 
-def _decode(byte: jax.Array, code: jax.Array) -> jax.Array:
+def decode_bits(byte: jax.Array, code: jax.Array) -> jax.Array:
     """FP32 bits of an element byte under a scale code, exactly, subnormal results included."""
     magnitude = byte & 0x7F
     subnormal = _bits(magnitude.astype(jnp.float32) * jnp.float32(2.0**-9))
@@ -293,7 +293,8 @@ def split_blocks(x: jax.Array, axis: int, block: int = BLOCK) -> jax.Array:
     return x.reshape(*x.shape[:position], x.shape[position] // block, block, *x.shape[position + 1 :])
 
 
-def _merge(x: jax.Array, axis: int) -> jax.Array:
+def merge_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `split_blocks`, padding included."""
     position = axis + x.ndim
     return x.reshape(*x.shape[: position - 1], x.shape[position - 1] * x.shape[position], *x.shape[position + 1 :])
 
@@ -309,11 +310,13 @@ def _sign_byte(bits: jax.Array) -> jax.Array:
     return (bits >> 24) & 0x80
 
 
-def _bytes(elements: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(elements, jnp.uint8).astype(jnp.int32)
+def element_bytes(mx: MXArray) -> jax.Array:
+    """The E4M3 bytes as int32, in storage order."""
+    return jax.lax.bitcast_convert_type(mx.elements, jnp.uint8).astype(jnp.int32)
 
 
-def _as_e4m3(byte: jax.Array) -> jax.Array:
+def as_e4m3(byte: jax.Array) -> jax.Array:
+    """Integer bytes as float8_e4m3fn."""
     return jax.lax.bitcast_convert_type(byte.astype(jnp.uint8), jnp.float8_e4m3fn)
 
 
