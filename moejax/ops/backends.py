@@ -1,0 +1,116 @@
+"""The backends of the expert layer: what each can run, and the one place that chooses.
+
+A backend is a module with the functions
+
+    refuses(spec, platform) -> str | None          the rule that keeps it from running `spec` there, or None
+    prepare(masters, spec) -> copies               what its products read, from the FP32 masters
+    forward(x_MxD, plan, experts, spec) -> y_MxD, saved
+    backward(x_MxD, dy_MxD, weight_M, saved, plan, experts, spec, accumulator=None) -> dx_MxD, d_weight_M, d_experts
+
+over rows in the order of the plan (`docs/design.md` §2). `forward` returns the rows before the combine weight, in the
+compute dtype, and what `spec.save` keeps (None for `recompute`). `backward` takes the token's dY per row, not
+multiplied by the weight; its weight gradients are FP32, exactly zero for experts without rows, and start from
+`accumulator` if there is one. Rows outside every group are never read.
+
+A backend that does dispatch and combine itself has, instead of or beside the last two,
+
+    ffn_forward(x_TxD, weight_TxK, plan, experts, spec) -> y_TxD, saved
+    ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=None)
+        -> dx_TxD, d_weight_TxK, d_experts
+
+which `moe_ffn` uses where no transport is needed (R = 1).
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+
+from moejax.ops.activation import check_activation
+from moejax.ops.spec import MoESpec
+
+logger = logging.getLogger(__name__)
+
+_MODULES = {
+    "megakernel": "moejax.ops.experts_megakernel",
+    "native": "moejax.ops.experts_native",
+    "xla": "moejax.ops.experts_xla",
+    "dense": "moejax.ops.experts_dense",
+}
+_FASTEST_FIRST = ("megakernel", "native", "xla")  # dense, the oracle, is never chosen
+
+# Smallest unit of D and F: 16-byte rows in BF16, one scale block in MXFP8. The same in every backend, so that a model
+# that runs in one runs in all.
+_MULTIPLE = {"fp32": 1, "bf16": 8, "mxfp8": 32}
+
+
+@functools.cache
+def resolve_backend(spec: MoESpec, platform: str | None = None) -> str:
+    """The backend to run `spec` with on `platform`. Logs its choice, once.
+
+    Args:
+      spec: if `spec.backend` is None the fastest that can run it is chosen, else that backend is checked.
+      platform: "cpu" or "gpu"; None: JAX's default.
+    Raises:
+      ValueError: the backend asked for, or every backend, breaks a rule; the message names it.
+    """
+    platform = platform or jax.default_backend()
+    platform = "gpu" if platform in ("cuda", "rocm") else platform
+    check_spec(spec)
+    if spec.backend is not None and spec.backend not in _MODULES:
+        raise ValueError(f"moe.backend is {spec.backend!r}; expected one of {', '.join(_MODULES)}, or none")
+    refused = {}
+    for name in (spec.backend,) if spec.backend else _FASTEST_FIRST:
+        rule = _rule_broken(name, spec, platform)
+        if rule is None:
+            shape = f"E={spec.num_experts} K={spec.top_k} D={spec.d_model} F={spec.expert_width} R={spec.ranks}"
+            why = "as asked" if spec.backend else "; ".join(f"not {other}: {rule}" for other, rule in refused.items())
+            logger.info("experts %s %s on %s: backend %s (%s)", shape, spec.recipe, platform, name, why or "fastest")
+            return name
+        refused[name] = rule
+    raise ValueError("; ".join(f"backend {name} cannot run on {platform}: {rule}" for name, rule in refused.items()))
+
+
+def load(spec: MoESpec) -> types.ModuleType:
+    """The module of the backend that runs `spec`."""
+    return importlib.import_module(_MODULES[resolve_backend(spec)])
+
+
+def check_spec(spec: MoESpec) -> None:
+    """Checks the rules that hold in every backend.
+
+    Raises:
+      ValueError: a width is not a multiple of the recipe's unit, the experts do not divide, an activation field is
+      missing.
+    """
+    unit = _MULTIPLE.get(spec.recipe)
+    if unit is None:
+        raise ValueError(f"recipe is {spec.recipe!r}; expected one of {', '.join(_MULTIPLE)}")
+    for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
+        if width < 1 or width % unit:
+            raise ValueError(
+                f"{field} is {width}; recipe {spec.recipe} needs a multiple of {unit} in every backend: "
+                f"use {max(1, -(-width // unit)) * unit}"
+            )
+    if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
+        raise ValueError(
+            f"num_experts is {spec.num_experts} over {spec.ranks} expert ranks: the ranks must divide the experts"
+        )
+    if spec.ranks > 1 and spec.axis is None:
+        raise ValueError(f"ranks is {spec.ranks} without a mesh axis: set axis to the name of the expert axis")
+    check_activation(spec.act)
+
+
+def compute_dtype(spec: MoESpec) -> jnp.dtype:
+    """Dtype of slot rows and of the dispatch payload: FP32 in recipe fp32, else BF16."""
+    return jnp.dtype(jnp.float32 if spec.recipe == "fp32" else jnp.bfloat16)
+
+
+def _rule_broken(name: str, spec: MoESpec, platform: str) -> str | None:
+    if importlib.util.find_spec(_MODULES[name]) is None:
+        return "it is not part of this installation"
+    return importlib.import_module(_MODULES[name]).refuses(spec, platform)

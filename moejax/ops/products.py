@@ -1,0 +1,76 @@
+"""What a precision recipe does to the operands of the expert products, for backends written in JAX.
+
+Each expert has six products: fprop and dgrad of both matrices read a weight, wgrad of both reads two row operands. A
+recipe says what the weights are replaced with (`weight_copies`, once per step), how one expert's are read
+(`load_weights`), and how an FP32 value becomes a row operand (`row_operand`). Products then accumulate in FP32 whatever
+the operands are. Read `experts_xla.py` next, the loops that use them.
+
+Letters: D model width, F expert width, E experts, G = 2F gate and up rows.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from moejax.ops.experts import ExpertWeights
+from moejax.ops.spec import MoESpec
+
+Kind = Literal["fprop", "dgrad", "wgrad"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightOperands:
+    """The weight operands of the four products that read a weight; of all experts (leading E) or of one.
+
+    In fp32 and bf16 fprop and dgrad read the same array; in mxfp8 they are blocked along different axes.
+    """
+
+    gate_up_fprop_GxD: Any
+    down_fprop_DxF: Any
+    gate_up_dgrad_GxD: Any
+    down_dgrad_DxF: Any
+
+
+def weight_copies(masters: ExpertWeights, spec: MoESpec) -> Any:
+    """`ExpertWeights.copies`: None (fp32), (gate_up, down) in BF16, or MX in both orientations."""
+    if spec.recipe == "fp32":
+        return None
+    if spec.recipe == "bf16":
+        return masters.w_gate_up_Ex2xFxD.astype(jnp.bfloat16), masters.w_down_ExDxF.astype(jnp.bfloat16)
+    raise ValueError(f"recipe {spec.recipe} has no weight copies")
+
+
+def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> WeightOperands:
+    """Operands of expert `index`, read once for all its rows."""
+    pair = (experts.w_gate_up_Ex2xFxD, experts.w_down_ExDxF) if spec.recipe == "fp32" else experts.copies
+    gate_up_2xFxD, down_DxF = _take(pair, index)
+    gate_up_GxD = gate_up_2xFxD.reshape(-1, gate_up_2xFxD.shape[-1])
+    return WeightOperands(gate_up_GxD, down_DxF, gate_up_GxD, down_DxF)
+
+
+def row_operand(value: jax.Array, kind: Kind, axis: int, spec: MoESpec) -> jax.Array:
+    """An FP32 value as operand of a product that contracts over `axis`; it is rounded to BF16 unless the recipe is fp32."""
+    return value if spec.recipe == "fp32" else value.astype(jnp.bfloat16)
+
+
+def product(lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int) -> jax.Array:
+    """FP32 matrix product over one axis of each side. FP32 operands are multiplied as FP32, on accelerators too."""
+    precision = jax.lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def rounded(value: jax.Array, spec: MoESpec) -> jax.Array:
+    """FP32, rounded to the values of the compute dtype.
+
+    `reduce_precision`, because XLA may drop a cast to BF16 that is followed by one back.
+    """
+    return value if spec.recipe == "fp32" else jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+
+
+def _take(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
