@@ -19,8 +19,8 @@ def _field(
     below: float | None = None,
     numerics: bool = True,
 ) -> Any:
-    """A field: its meaning, its bounds (`low` and `high` are allowed values, `above` and `below` are not), and whether it changes
-    any number a run computes; a resumed run must agree with its checkpoint in those that do."""
+    """A field: its meaning, its bounds (`low` and `high` are allowed values, `above` and `below` are not), and whether it
+    changes any number a run computes; a resumed run must agree with its checkpoint in those that do."""
     bounds = {"low": low, "above": above, "high": high, "below": below}
     return dataclasses.field(default=default, metadata={"help": meaning, "numerics": numerics, **bounds})
 
