@@ -1,0 +1,65 @@
+// The shape of a GEMM block on Hopper, its shared memory and its arguments. Read gemm_roles.h next.
+//
+// A block owns a 128 x kTileN output tile: one producer warpgroup fills a ring of stages with bulk tensor copies, two consumer
+// warpgroups own 64 rows each. Two blocks form a cluster and share either the A or the B operand of every stage.
+#pragma once
+
+#include "activation.h"
+#include "isa/portable.h"
+#include "task.h"
+
+namespace moe {
+
+template <int kTileN_>
+struct GemmConfig {
+  static constexpr int kTileM = 128;
+  static constexpr int kTileN = kTileN_;
+  static constexpr int kBlockK = 64;
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kPanelsA = kTileM / 64;
+  static constexpr int kPanelsB = kTileN / 64;
+  static constexpr int kStageBytes = (kPanelsA + kPanelsB) * kPanelBytes;
+  static constexpr int kStages = kTileN == 256 ? 4 : 6;
+  static constexpr int kAcc = kTileN / 2;       // FP32 accumulators per consumer thread
+  static constexpr int kColumns64 = kTileN / 64;  // 64-column chunks of the epilogue
+  static constexpr int kWeightChunk = 128;      // columns of F in one partial sum of d(weight): the same in every configuration
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  // Shared memory: stages, then two staging panels per consumer, then the barriers.
+  static constexpr int kStagingOffset = kStages * kStageBytes;
+  static constexpr int kBarrierOffset = kStagingOffset + kConsumers * 2 * kPanelBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + 2 * kStages * 8;
+
+  static_assert(kTileN % kWeightChunk == 0, "a partial sum of d(weight) must not cross tiles");
+  static_assert(kPanelsA + kPanelsB >= 4, "an epilogue chunk brings two panels per consumer through one stage");
+  static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+};
+
+template <class TensorMap>
+struct GemmArguments {
+  TensorMap a;        // operand A
+  TensorMap b;        // operand B
+  TensorMap out;      // h | y | d(gate, up) | dx | dW (FP32)
+  TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
+  TensorMap out2;     // kDgradDown: weight * h
+  const Task* tasks;
+  const int* num_tasks;
+  const int* counters;        // task dependencies, when several kinds share a launch
+  const int* targets;
+  int* signals;
+  const float* weight_TxK;    // kDgradDown: combine weights, by slot
+  const int* slot_M;          // kDgradDown: slot of each row, -1 for padding
+  float* weight_partial;      // kDgradDown: FP32 [ceil(F / 128)][M] partial sums of d(weight)
+  int64_t num_rows;           // M
+  int k_blocks;               // row kinds: 64-wide blocks along the contraction (of one half, for kDgradGateUp)
+  int n_extent;               // output columns
+  int save_gate_up;           // kGateUp: write gate and up
+  int write_out;              // kGateUp: write h
+  int accumulate;             // weight gradients: continue from the values already there
+  Activation act;
+};
+
+}  // namespace moe

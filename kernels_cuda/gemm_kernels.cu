@@ -1,0 +1,106 @@
+// The grouped GEMM kernel for sm_90a, one instantiation per kind and tile width. Everything of substance is in gemm_roles.h.
+#include "gemm_kernels.h"
+
+#include "gemm_roles.h"
+#include "isa/sm90.cuh"
+
+namespace moe {
+namespace {
+
+template <Kind kKind, class Config>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    grouped_gemm(const __grid_constant__ GemmArguments<CUtensorMap> args) {
+  using Isa = Sm90;
+  const uint32_t base = Isa::shared_base();
+  const uint32_t warp = Isa::warp_index();
+  if (warp == 0 && Isa::elect_one()) {
+    for (int s = 0; s < Config::kStages; ++s) {
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
+    }
+    Isa::barrier_init_fence();
+  }
+  Isa::cluster_sync();  // the peer's copies arrive on these barriers
+
+  if (warp < 4) {
+    Isa::registers_shrink<Config::kProducerRegisters>();
+    if (warp == 0 && Isa::elect_one()) {
+      Isa::prefetch_map(&args.a);
+      Isa::prefetch_map(&args.b);
+      load_operands<kKind, Isa, Config>(args, base);
+    }
+  } else {
+    Isa::registers_grow<Config::kConsumerRegisters>();
+    compute_tiles<kKind, Isa, Config>(args, base, warp / 4 - 1);
+  }
+  Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
+}
+
+// Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
+template <class Kernel>
+cudaError_t resident_blocks(Kernel kernel, int threads, int shared_bytes, int* blocks) {
+  static int cached[64] = {};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < 64 && cached[device] > 0) {
+    *blocks = cached[device];
+    return cudaSuccess;
+  }
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  int sms = 0;
+  error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(sms / 2 * 2);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 2;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error != cudaSuccess) return error;
+  if (clusters < 1) return cudaErrorLaunchOutOfResources;
+  *blocks = 2 * clusters;
+  if (device < 64) cached[device] = *blocks;
+  return cudaSuccess;
+}
+
+template <Kind kKind, int kTileN>
+cudaError_t launch(const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+  using Config = GemmConfig<kTileN>;
+  auto kernel = grouped_gemm<kKind, Config>;
+  int blocks = 0;
+  cudaError_t error = resident_blocks(kernel, Config::kThreads, Config::kSharedBytes, &blocks);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <int kTileN>
+cudaError_t launch_kind(Kind kind, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+  switch (kind) {
+    case kGateUp: return launch<kGateUp, kTileN>(args, stream);
+    case kDown: return launch<kDown, kTileN>(args, stream);
+    case kDgradDown: return launch<kDgradDown, kTileN>(args, stream);
+    case kDgradGateUp: return launch<kDgradGateUp, kTileN>(args, stream);
+    case kWgradDown: return launch<kWgradDown, kTileN>(args, stream);
+    case kWgradGateUp: return launch<kWgradGateUp, kTileN>(args, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_gemm(Kind kind, int tile_n, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+  if (tile_n == 256) return launch_kind<256>(kind, args, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moe

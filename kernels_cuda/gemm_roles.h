@@ -1,0 +1,241 @@
+// The two roles of a GEMM block: load_operands (producer) and compute_tile (consumers), for every kind. Epilogues are in
+// gemm_epilogue.h; gemm_kernels.cu sends each warp to its role.
+//
+// Ring protocol. full[s]: one arrival (this block's producer, with the byte count), completed by bytes from this block's copies
+// and the peer's multicast; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also
+// writes here; the producer waits. Both blocks run the same number of stages for a task, so the ring stays in step; the phase
+// persists across tasks.
+#pragma once
+
+#include "gemm_epilogue.h"
+
+namespace moe {
+
+// Which operand is MN-major (its contiguous dimension is not the contraction).
+MOE_HOST_FN constexpr bool mn_major_a(Kind kind) { return is_wgrad(kind); }
+MOE_HOST_FN constexpr bool mn_major_b(Kind kind) { return kind != kGateUp && kind != kDown; }
+
+template <class Isa, class Config>
+struct Ring {
+  uint32_t base;
+  uint32_t stage = 0;
+  uint32_t phase = 0;
+
+  MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
+  MOE_FN uint32_t data() const { return base + stage * Config::kStageBytes; }
+  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
+  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + stage) * 8; }
+  MOE_FN void advance() {
+    if (++stage == Config::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  // One warp of a consumer gives `stage` back to both producers of the cluster.
+  static MOE_FN void release(uint32_t empty_bar) {
+    uint32_t lane = Isa::lane_index();
+    if (lane < 2) Isa::barrier_arrive_cluster(empty_bar, lane, 1);
+  }
+};
+
+// Tile of this block: the cluster's task, moved by the block's rank along the paired dimension.
+template <class Config>
+MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
+  if (task.pair == kPairM) {
+    if (is_wgrad(kind)) {
+      task.m0 += Config::kTileM * rank;
+    } else {
+      task.row0 += Config::kTileM * rank;
+      task.rows -= Config::kTileM * rank;
+    }
+  } else {
+    task.n0 += (kind == kGateUp ? Config::kTileN / 2 : Config::kTileN) * rank;
+  }
+  return task;
+}
+
+template <Kind kKind, class Arguments>
+MOE_FN int task_k_blocks(const Task& task, const Arguments& args) {
+  if (is_wgrad(kKind)) return (task.rows + 63) / 64;
+  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
+}
+
+template <class Isa, class Arguments>
+MOE_FN void wait_ready(const Task& task, const Arguments& args) {
+  if (task.wait < 0) return;
+  while (Isa::load_acquire(args.counters + task.wait) < args.targets[task.wait]) {
+  }
+  Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
+}
+
+// Producer: one thread. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
+  Ring<Isa, Config> ring(shared_base);
+  const uint32_t rank = Isa::cluster_rank();
+  const int num_tasks = *args.num_tasks;
+  constexpr int kHalfB = Config::kPanelsB / 2;
+
+  // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
+  auto load_chunks = [&](const Task& tile) {
+    MOE_NO_UNROLL
+    for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
+      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+      Isa::barrier_expect_bytes(ring.full(), 4 * kPanelBytes);
+      MOE_UNROLL
+      for (int p = 0; p < 4; ++p) {
+        uint32_t dst = ring.data() + p * kPanelBytes;
+        int consumer = p / 2;
+        if (is_wgrad(kKind)) {
+          Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
+                          tile.expert);
+        } else {
+          Isa::load_panel(&args.gate_up, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
+        }
+      }
+      ring.advance();
+    }
+  };
+
+  MOE_NO_UNROLL
+  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters()) {
+    const Task task = args.tasks[index];
+    const Task tile = block_tile<Config>(task, kKind, rank);
+    const bool share_a = task.pair == kPairN;
+    wait_ready<Isa>(task, args);
+    if (is_wgrad(kKind) && args.accumulate) load_chunks(tile);
+
+    const int k_blocks = task_k_blocks<kKind>(task, args);
+    // Rows past the first 64 are never multiplied when the expert has none there.
+    const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;
+    const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+      const uint32_t full = ring.full();
+      Isa::barrier_expect_bytes(full, bytes);
+      int k = kb * 64;
+      int k_half = 0;
+      if (kKind == kDgradGateUp && kb >= args.k_blocks) {
+        k = (kb - args.k_blocks) * 64;
+        k_half = 1;
+      }
+      auto load_a = [&](int p, bool both) {
+        uint32_t dst = ring.data() + p * kPanelBytes;
+        int inner = is_wgrad(kKind) ? tile.m0 + 64 * p : k;
+        int outer = is_wgrad(kKind) ? tile.row0 + k : tile.row0 + 64 * p;
+        int half = is_wgrad(kKind) ? tile.half : k_half;
+        if (both) {
+          Isa::load_panel_both(&args.a, full, dst, inner, outer, half, 0);
+        } else {
+          Isa::load_panel(&args.a, full, dst, inner, outer, half, 0);
+        }
+      };
+      auto load_b = [&](int p, bool both) {
+        uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
+        int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
+        int inner = mn_major_b(kKind) ? n : k;
+        int outer = is_wgrad(kKind) ? tile.row0 + k : (mn_major_b(kKind) ? k : n);
+        int half = kKind == kGateUp ? p / kHalfB : k_half;
+        int expert = is_wgrad(kKind) ? 0 : tile.expert;
+        if (both) {
+          Isa::load_panel_both(&args.b, full, dst, inner, outer, half, expert);
+        } else {
+          Isa::load_panel(&args.b, full, dst, inner, outer, half, expert);
+        }
+      };
+      if (share_a) {
+        if (!(one_panel_a && rank == 1)) load_a(rank, true);
+        MOE_UNROLL
+        for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
+      } else {
+        load_a(0, false);
+        if (!one_panel_a) load_a(1, false);
+        MOE_UNROLL
+        for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
+      }
+      ring.advance();
+    }
+    if (kKind == kDgradDown) load_chunks(tile);
+  }
+}
+
+// Consumer warpgroup `consumer` (0 or 1): rows 64 * consumer .. + 63 of every tile.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
+  Ring<Isa, Config> ring(shared_base);
+  const uint32_t rank = Isa::cluster_rank();
+  const int num_tasks = *args.num_tasks;
+  Epilogue<Isa, Config> epilogue(shared_base, consumer);
+  constexpr bool kMnA = mn_major_a(kKind);
+  constexpr bool kMnB = mn_major_b(kKind);
+
+  MOE_NO_UNROLL
+  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters()) {
+    const Task task = args.tasks[index];
+    const Task tile = block_tile<Config>(task, kKind, rank);
+    const int k_blocks = task_k_blocks<kKind>(task, args);
+    const int rows = tile.rows - 64 * static_cast<int>(consumer);  // real rows of this warpgroup; <= 0: all padding
+    const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && k_blocks > 0;
+
+    // Cleared here rather than by the first product's predicate, which would keep 128 dead registers live between tasks.
+    float acc[Config::kAcc];
+    MOE_UNROLL
+    for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
+    if (is_wgrad(kKind) && args.accumulate) {
+      MOE_UNROLL
+      for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
+        Isa::barrier_wait(ring.full(), ring.phase);
+        epilogue.load_fp32_chunk(acc, chunk, ring.data() + consumer * 2 * kPanelBytes);
+        Isa::warp_sync();
+        Ring<Isa, Config>::release(ring.empty());
+        ring.advance();
+      }
+    }
+
+    if (live) {
+      uint32_t previous_empty = 0;
+      MOE_NO_UNROLL
+      for (int kb = 0; kb < k_blocks; ++kb) {
+        Isa::barrier_wait(ring.full(), ring.phase);
+        const uint64_t desc_a = panel_descriptor(ring.data() + consumer * kPanelBytes, kMnA);
+        const uint64_t desc_b = panel_descriptor(ring.data() + Config::kPanelsA * kPanelBytes, kMnB);
+        Isa::mma_fence();
+        MOE_UNROLL
+        for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
+          Isa::template mma<kMnA, kMnB>(acc, desc_a + k16 * panel_k16_step(kMnA), desc_b + k16 * panel_k16_step(kMnB));
+        }
+        Isa::mma_commit();
+        if (kb > 0) {
+          Isa::template mma_wait<1>();  // the previous block's products have read their stage
+          Ring<Isa, Config>::release(previous_empty);
+        }
+        previous_empty = ring.empty();
+        ring.advance();
+      }
+      Isa::template mma_wait<0>();
+      Ring<Isa, Config>::release(previous_empty);
+    } else {
+      MOE_NO_UNROLL
+      for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
+        Isa::barrier_wait(ring.full(), ring.phase);
+        Ring<Isa, Config>::release(ring.empty());
+        ring.advance();
+      }
+    }
+
+    if constexpr (kKind == kGateUp) {
+      epilogue.store_gate_up(acc, tile, rows, args);
+    } else if constexpr (kKind == kDgradDown) {
+      epilogue.store_dgrad_down(acc, tile, rows, args, ring);
+    } else if constexpr (is_wgrad(kKind)) {
+      epilogue.store_fp32(acc, tile, args);
+    } else {
+      epilogue.store_bf16(acc, tile, rows, args);
+    }
+    epilogue.signal_done(task, args);
+  }
+  epilogue.finish();
+}
+
+}  // namespace moe

@@ -1,0 +1,181 @@
+// The instruction layer for Hopper (sm_90a): one static function per operation, inline PTX, no state. Tile programs are templates
+// over this struct, so a host implementation with the same members can run them. Shared memory is a 32-bit address throughout.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "portable.h"
+#include "sm90_wgmma.cuh"
+
+namespace moe {
+
+struct Sm90 {
+  using TensorMap = CUtensorMap;
+
+  // --- who am I ------------------------------------------------------------------------------------------------------------
+  static MOE_FN uint32_t thread_index() { return threadIdx.x; }
+  static MOE_FN uint32_t warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }  // the shuffle makes it uniform
+  static MOE_FN uint32_t lane_index() { return threadIdx.x % 32; }
+  static MOE_FN uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+  }
+  static MOE_FN uint32_t cluster_index() { return blockIdx.x / 2; }
+  static MOE_FN uint32_t num_clusters() { return gridDim.x / 2; }
+  static MOE_FN uint32_t shared_base() {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  }
+  static MOE_FN bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+  }
+
+  // --- barriers ------------------------------------------------------------------------------------------------------------
+  static MOE_FN void barrier_init(uint32_t bar, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+  }
+  static MOE_FN void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+  static MOE_FN void barrier_expect_bytes(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+  }
+  // Arrives `count` times on the barrier at the same shared address in block `rank` of the cluster. What it hands back was only
+  // read (by the tensor cores or ldmatrix, both complete), so the default semantics do; `.release.cluster` would put a
+  // MEMBAR.GPU into the main loop.
+  static MOE_FN void barrier_arrive_cluster(uint32_t bar, uint32_t rank, uint32_t count) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(bar),
+        "r"(rank), "r"(count)
+        : "memory");
+  }
+  static MOE_FN void barrier_wait(uint32_t bar, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+  }
+  static MOE_FN void named_barrier(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  }
+  static MOE_FN void warp_sync() { __syncwarp(); }
+  static MOE_FN void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  }
+
+  // --- bulk tensor copies: coordinates are (inner, outer, half, expert), innermost first ------------------------------------
+  static MOE_FN void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+  }
+  static MOE_FN void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+  }
+  // The same panel lands at the same shared address, and is counted on the same barrier, in both blocks of the cluster.
+  static MOE_FN void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(3))
+        : "memory");
+  }
+  static MOE_FN void store_panel(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(src), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+  }
+  static MOE_FN void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+  template <int kPending>
+  static MOE_FN void store_wait_read() {  // shared memory of all but the newest kPending groups may be overwritten
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  }
+  static MOE_FN void store_wait_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // writes are visible
+  static MOE_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  static MOE_FN void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+  // --- tensor cores --------------------------------------------------------------------------------------------------------
+  static MOE_FN void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+  static MOE_FN void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+  template <int kPending>
+  static MOE_FN void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  }
+  template <bool kMnMajorA, bool kMnMajorB>
+  static MOE_FN void mma(float (&acc)[128], uint64_t desc_a, uint64_t desc_b) {
+    sm90::wgmma_m64n256k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+  }
+  template <bool kMnMajorA, bool kMnMajorB>
+  static MOE_FN void mma(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
+    sm90::wgmma_m64n128k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+  }
+  template <int kRegisters>
+  static MOE_FN void registers_grow() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
+  template <int kRegisters>
+  static MOE_FN void registers_shrink() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
+
+  // --- shared memory -------------------------------------------------------------------------------------------------------
+  // Four 8x8 matrices of 16-bit values; lane l gives the row address of matrix l / 8, row l % 8.
+  static MOE_FN void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+  }
+  static MOE_FN void load_matrices(uint32_t address, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
+  static MOE_FN void store_float2(uint32_t address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+  }
+  static MOE_FN void load_float2(uint32_t address, float& a, float& b) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
+  }
+
+  // --- global memory, flags ------------------------------------------------------------------------------------------------
+  static MOE_FN int load_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+  }
+  static MOE_FN void add_release(int* address, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+  }
+
+  // --- arithmetic ----------------------------------------------------------------------------------------------------------
+  // Two floats to packed BF16, round to nearest even; `lo` in the low half.
+  static MOE_FN uint32_t pack_bf16(float lo, float hi) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    return packed;
+  }
+  static MOE_FN float bf16_lo(uint32_t packed) { return __uint_as_float(packed << 16); }
+  static MOE_FN float bf16_hi(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+  static MOE_FN float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static MOE_FN float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static MOE_FN float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+  static MOE_FN float mul(float a, float b) { return __fmul_rn(a, b); }
+  static MOE_FN float add(float a, float b) { return __fadd_rn(a, b); }
+  static MOE_FN float shuffle_xor(float x, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+};
+
+}  // namespace moe
