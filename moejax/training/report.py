@@ -146,10 +146,10 @@ def _lines(step: list[int], series: dict[str, list[float]], unit: str, *, smooth
         else:
             drawn.append(path(values, f'stroke="{colour}"'))
         legend.append(f'<span style="color:{colour}">&#9644;</span> {html.escape(name)}')
-    key = f'<p class="key">{" &nbsp; ".join(legend)}</p>' if len(series) > 1 else ""
+    key = f'<p class="key">{" &#160; ".join(legend)}</p>' if len(series) > 1 else ""
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{grid}{"".join(drawn)}'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 1}">step &#8594; &nbsp; {html.escape(unit)}</text></svg>{key}'
+        f'<text x="{_LEFT}" y="{_HEIGHT - 1}">step &#8594; &#160; {html.escape(unit)}</text></svg>{key}'
     )
 
 

@@ -143,19 +143,22 @@ def _balance(stats: Any, spec: MoESpec, real_tokens: jax.Array, count_NxE: jax.A
 
 
 def _next_bias(router_bias: Any, stats: Any, spec: MoESpec) -> Any:
-    """Selection biases after this step's counts: one leaf per stack of MoE layers, in layer order."""
+    """Selection biases after this step's counts. They are the FP32 leaves, stacks of layers in layer order; hash tables stay."""
     if stats is None or not spec.balance.bias_rate:
         return router_bias
     leaves, structure = jax.tree.flatten(router_bias)
     count_NxE = stats.count_E
     done, updated = 0, []
-    for bias in leaves:
-        layers = bias.size // bias.shape[-1]
-        count = count_NxE[done : done + layers].reshape(bias.shape)
-        updated.append(update_select_bias(bias, count, spec.balance))
-        done += layers
-    if leaves and done != count_NxE.shape[0]:
-        raise ValueError(f"the model has {done} router biases, but its stats describe {count_NxE.shape[0]} MoE layers")
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            layers = leaf.size // leaf.shape[-1]
+            leaf = update_select_bias(leaf, count_NxE[done : done + layers].reshape(leaf.shape), spec.balance)
+            done += layers
+        updated.append(leaf)
+    if done != count_NxE.shape[0]:
+        raise ValueError(
+            f"the model has {done} selection biases, but its stats describe {count_NxE.shape[0]} MoE layers"
+        )
     return jax.tree.unflatten(structure, updated)
 
 

@@ -1,0 +1,38 @@
+"""Compiling the step once, and keeping what was compiled for the next start."""
+
+import hashlib
+import os
+import pathlib
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moejax.config import Config
+
+
+def use_compile_cache(config: Config) -> None:
+    """Keeps compiled programs beside the data cache, unless the user chose a place with JAX_COMPILATION_CACHE_DIR.
+
+    The folder is named after the processor: CPU programs use its instructions, and another machine may lack them.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    folder = pathlib.Path(config.data.cache_dir).parent / "xla" / _processor()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def compile_step(step: Callable, state: Any, batch: Any) -> Callable:
+    """`step(state, batch)` compiled for these shapes, its state donated. Calling it with other shapes is an error."""
+    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    about = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
