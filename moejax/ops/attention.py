@@ -13,7 +13,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+OUT_NAME, LSE_NAME = (
+    "attention_out",
+    "attention_lse",
+)  # residuals that a remat policy may keep; with both, nothing runs twice
 MASKED = -1.0e30  # finite: exp(MASKED - lse) is exactly 0, and a row is never all masked because a query sees itself
 MAX_PREFIXES = 8  # static key lengths per call; more saves little (1/16 of the products) and costs compile time
 
@@ -88,8 +93,8 @@ def _blocked_forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
         return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
 
     outs = [_over_blocks(one_block, *span) for span in _spans(length, block)]
-    out_BxCxGxLxH = jnp.concatenate([out for out, _ in outs], axis=3)
-    lse_BxCxGxL = jnp.concatenate([lse for _, lse in outs], axis=3)
+    out_BxCxGxLxH = checkpoint_name(jnp.concatenate([out for out, _ in outs], axis=3), OUT_NAME)
+    lse_BxCxGxL = checkpoint_name(jnp.concatenate([lse for _, lse in outs], axis=3), LSE_NAME)
     residuals = (q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxCxGxLxH, lse_BxCxGxL)
     return _heads_last(out_BxCxGxLxH), residuals
 
@@ -165,7 +170,8 @@ def _scores(q_BxCxGxLxH, k_BxCxSxH, segment_BxL, start):
 
 
 def _dot(equation, x, y):
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+    # HIGHEST: on a GPU the default for FP32 operands is TF32. It changes nothing for BF16 operands.
+    return jnp.einsum(equation, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH):

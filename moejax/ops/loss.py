@@ -1,0 +1,125 @@
+"""Cross-entropy of the next token in chunks: the logits of the whole batch never exist, forward or backward.
+
+Letters: B batch, L sequence, D model width, V vocabulary, C positions per chunk.
+Chunks are cut along the sequence and hold every row of the batch, so that a batch sharded over devices stays sharded.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+UNSCORED = -1  # target of positions that do not count: padding, and the last token of a document
+
+
+def cross_entropy(
+    hidden_BxLxD: jax.Array, w_VxD: jax.Array, target_BxL: jax.Array, *, chunk: int = 1024
+) -> tuple[jax.Array, jax.Array]:
+    """Sum of -log softmax(hidden W^T)[target] over the scored positions, and their number.
+
+    Both are sums: divide by the global count of the step, taken before the first micro-batch.
+
+    Args:
+      hidden_BxLxD: final hidden states. Their dtype is that of the operands of every product (BF16 hidden states: W is cast once
+        per call); products, softmax and log-sum-exp are FP32.
+      w_VxD: FP32 head. Its gradient is an FP32 sum over chunks, never rounded.
+      target_BxL: int32 class of each position; -1 is not scored. Other values outside 0..V-1 give NaN.
+      chunk: tokens per chunk, over the whole batch; logits of one chunk (chunk x V FP32 numbers) exist at a time.
+    Returns:
+      FP32 sum of the negative log-likelihood in nats, int32 number of scored positions.
+    Raises:
+      ValueError: shapes do not match, or chunk < 1.
+    """
+    if hidden_BxLxD.shape[:2] != target_BxL.shape or hidden_BxLxD.shape[2] != w_VxD.shape[1]:
+        raise ValueError(
+            f"hidden {hidden_BxLxD.shape}, head {w_VxD.shape}, target {target_BxL.shape}: expected (B, L, D), (V, D), (B, L)"
+        )
+    if chunk < 1:
+        raise ValueError(f"loss_chunk is {chunk}: expected at least 1 token")
+    batch, length = target_BxL.shape
+    positions = min(length, max(1, chunk // batch))
+    count = jnp.sum(target_BxL != UNSCORED, dtype=jnp.int32)
+    return _nll_sum(hidden_BxLxD, w_VxD, target_BxL, positions), count
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _nll_sum(hidden_BxLxD, w_VxD, target_BxL, positions):
+    return _forward(hidden_BxLxD, w_VxD, target_BxL, positions)[0]
+
+
+def _forward(hidden_BxLxD, w_VxD, target_BxL, positions):
+    w_cast_VxD = w_VxD.astype(hidden_BxLxD.dtype)
+
+    def chunk_nll(total, hidden_BxCxD, target_BxC):
+        logits_BxCxV = _logits(hidden_BxCxD, w_cast_VxD)
+        lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+        # A masked sum, not a gather: XLA fuses it with the pass that reads the logits for the log-sum-exp.
+        correct_BxC = jnp.sum(jnp.where(_is_target(target_BxC, logits_BxCxV), logits_BxCxV, 0.0), axis=-1)
+        nll_BxC = jnp.where(_outside(target_BxC, w_VxD), jnp.nan, lse_BxC - correct_BxC)
+        return total + jnp.sum(jnp.where(target_BxC == UNSCORED, 0.0, nll_BxC)), lse_BxC
+
+    total, lse_BxL = _over_chunks(chunk_nll, jnp.float32(0.0), (hidden_BxLxD, target_BxL), positions)
+    return total, (hidden_BxLxD, w_VxD, target_BxL, lse_BxL)
+
+
+def _backward(positions, residuals, d_total):
+    hidden_BxLxD, w_VxD, target_BxL, lse_BxL = residuals
+    w_cast_VxD = w_VxD.astype(hidden_BxLxD.dtype)
+
+    def chunk_grads(dw_VxD, hidden_BxCxD, target_BxC, lse_BxC):
+        logits_BxCxV = _logits(hidden_BxCxD, w_cast_VxD)
+        p_BxCxV = jnp.exp(logits_BxCxV - lse_BxC[..., None])
+        d_logits = jnp.where(_is_target(target_BxC, logits_BxCxV), p_BxCxV - 1.0, p_BxCxV)
+        d_logits = jnp.where(_outside(target_BxC, w_VxD)[..., None], jnp.nan, d_logits)
+        # d_total multiplies the FP32 products, not this: (p - 1) rounds to BF16 with a relative error that does not depend on it.
+        d_logits = jnp.where((target_BxC == UNSCORED)[..., None], 0.0, d_logits).astype(hidden_BxCxD.dtype)
+        dh_BxCxD = _dot("bcv,vd->bcd", d_logits, w_cast_VxD) * d_total
+        return dw_VxD + _dot("bcv,bcd->vd", d_logits, hidden_BxCxD), dh_BxCxD.astype(hidden_BxCxD.dtype)
+
+    dw_VxD, dh_BxLxD = _over_chunks(
+        chunk_grads, jnp.zeros(w_VxD.shape, jnp.float32), (hidden_BxLxD, target_BxL, lse_BxL), positions
+    )
+    return dh_BxLxD, (dw_VxD * d_total).astype(w_VxD.dtype), None
+
+
+_nll_sum.defvjp(_forward, _backward)
+
+
+def _over_chunks(one_chunk, carry, arrays_BxL, positions):
+    """Scans one_chunk over whole chunks of `positions`, then runs it once over the rest; joins its results along L."""
+    length = arrays_BxL[0].shape[1]
+    chunks, rest = divmod(length, positions)
+
+    def step(carry, index):
+        parts = [jax.lax.dynamic_slice_in_dim(x, index * positions, positions, axis=1) for x in arrays_BxL]
+        return one_chunk(carry, *parts)
+
+    joined = []
+    if chunks == 1:
+        carry, out = step(carry, 0)
+        joined.append(out)
+    elif chunks > 1:
+        carry, out = jax.lax.scan(step, carry, jnp.arange(chunks, dtype=jnp.int32))
+        out = jnp.moveaxis(out, 0, 1)
+        joined.append(out.reshape(out.shape[0], chunks * positions, *out.shape[3:]))
+    if rest:
+        carry, out = one_chunk(carry, *(x[:, chunks * positions :] for x in arrays_BxL))
+        joined.append(out)
+    return carry, joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=1)
+
+
+def _logits(hidden_BxCxD, w_VxD):
+    return _dot("bcd,vd->bcv", hidden_BxCxD, w_VxD)
+
+
+def _is_target(target_BxC, logits_BxCxV):
+    return target_BxC[..., None] == jnp.arange(logits_BxCxV.shape[-1], dtype=target_BxC.dtype)
+
+
+def _outside(target_BxC, w_VxD):
+    return (target_BxC < UNSCORED) | (target_BxC >= w_VxD.shape[0])
+
+
+def _dot(equation, x, y):
+    # HIGHEST: on a GPU the default for FP32 operands is TF32. It changes nothing for BF16 operands.
+    return jnp.einsum(equation, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
