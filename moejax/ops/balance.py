@@ -50,13 +50,13 @@ class RouterStats:
 
 
 def router_stats(
-    logits_BxLxE: jax.Array, prob_BxLxE: jax.Array, expert_BxLxK: jax.Array, mask_BxL: jax.Array, spec: MoESpec
+    prob_BxLxE: jax.Array, lse_BxL: jax.Array, expert_BxLxK: jax.Array, mask_BxL: jax.Array, spec: MoESpec
 ) -> RouterStats:
     """Sums over the real tokens of a batch, from the experts that were really chosen (never from a second top-k).
 
     Args:
-      logits_BxLxE: FP32 router logits.
       prob_BxLxE: FP32 router probabilities, sum 1 over E.
+      lse_BxL: FP32 log-sum-exp of the logits.
       expert_BxLxK: int32 chosen experts, -1 for masked tokens.
       mask_BxL: bool, true for real tokens.
       spec: reads num_experts, top_k.
@@ -70,7 +70,7 @@ def router_stats(
     tokens_B = jnp.sum(mask_BxL, axis=-1, dtype=jnp.int32)
     prob_BxLxE = jnp.where(mask_BxL[..., None], prob_BxLxE, 0.0)
     prob_sum_BxE = jnp.sum(prob_BxLxE, axis=-2)
-    lse_BxL = jnp.where(mask_BxL, jax.nn.logsumexp(logits_BxLxE, axis=-1), 0.0)
+    lse_BxL = jnp.where(mask_BxL, lse_BxL, 0.0)
     # The loss of a row is f . P with f = E count / (K tokens) and P = prob_sum / tokens; times its tokens, one of them
     # cancels.
     row_loss_BxE = count_BxE * (experts / top_k) * prob_sum_BxE / jnp.maximum(tokens_B, 1)[..., None]

@@ -95,10 +95,14 @@ def route(
         chosen_BxLxK = checkpoint_name(chosen_BxLxK, SCHEDULE_NAME)
         expert_BxLxK = jnp.where(mask_BxL[..., None], chosen_BxLxK, -1)
 
-        logits_BxLxE = jnp.where(broken_BxL[..., None], jnp.nan, logits_BxLxE)
-        weight_BxLxK = _combine_weights(logits_BxLxE, chosen_BxLxK, router)
+        # Poison by a factor: XLA's CPU exp turns a NaN into a number, so one in the logits need not come out again.
+        poison_BxL = jnp.where(broken_BxL, jnp.nan, 1.0)
+        logits_BxLxE = jnp.where(broken_BxL[..., None], 0.0, logits_BxLxE)
+        weight_BxLxK = _combine_weights(logits_BxLxE, chosen_BxLxK, router) * poison_BxL[..., None]
         weight_BxLxK = jnp.where(mask_BxL[..., None], weight_BxLxK, 0.0)
-        stats = router_stats(logits_BxLxE, probabilities(logits_BxLxE, router), expert_BxLxK, mask_BxL, spec)
+        prob_BxLxE = probabilities(logits_BxLxE, router) * poison_BxL[..., None]
+        lse_BxL = jax.nn.logsumexp(logits_BxLxE, axis=-1) * poison_BxL
+        stats = router_stats(prob_BxLxE, lse_BxL, expert_BxLxK, mask_BxL, spec)
     return weight_BxLxK, expert_BxLxK, stats
 
 
