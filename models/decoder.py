@@ -4,8 +4,8 @@ Leading dense layers (optional), then MoE layers; the parameters of each kind ar
 (`training.scan_layers`) or unrolled over the same tree. A recipe never changes the tree: layers that differ from their
 neighbours (`moe.bf16_layers`, hash layers) are scanned in segments of the stack.
 
-Letters: B batch, L sequence, S cached positions, D model width, V vocabulary, C key/value heads, H head width, P rotated pairs, K experts per
-token, N layers of a stack.
+Letters: B batch, L sequence, S cached positions, D model width, V vocabulary, C key/value heads, H head width,
+P rotated pairs, K experts per token, N layers of a stack.
 """
 
 from typing import Any, NamedTuple

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.config import Config, MoEConfig, ModelConfig
+from moejax.config import Config, ModelConfig, MoEConfig
 from moejax.nn import param
 from moejax.nn.layers import MLP, compute_dtype
 from moejax.ops.experts import ExpertWeights, prepare_experts

@@ -10,7 +10,8 @@ from flax import nnx
 def make_stack(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any:
     """`make(rngs)` for each layer, with its own key, as one module of stacked variables.
 
-    Returns None for 0 layers. The logical axes of every variable get "layer" in front, so that nobody derives a sharding one axis short from them.
+    The logical axes of every variable get "layer" in front, so that nobody derives a sharding one axis short from them.
+    Returns None for 0 layers.
     """
     if layers == 0:
         return None
