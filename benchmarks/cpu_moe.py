@@ -1,0 +1,184 @@
+"""The whole SwiGLU expert layer on a CPU against three `jax.lax.ragged_dot`s and three dense products of the same FLOPs.
+
+Run:    python -m benchmarks.cpu_moe            # about a minute on 2 cores; appends to benchmarks/results/<machine>/cpu_moe.jsonl
+Shape:  E32 D256 F512 K1, 4096 tokens, random routing (docs/design.md, benchmark protocol).
+
+moejax' forward includes the schedule, dispatch and combine and writes its residuals; the peers get rows that are already sorted
+and do none of that. `backward` runs on saved residuals, `step` is both in one program. All of them run in turn in one process,
+so the ratios hold even where the times do not; each figure is a median.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.config import RouterConfig
+from moejax.ops.moe import moe_ffn, prepare_experts, resolve_backend
+from moejax.ops.schedule import schedule
+from moejax.ops.spec import MoESpec
+
+E, D, F, K, TOKENS = 32, 256, 512, 1, 4096
+PASSES = ("forward", "backward", "step")
+
+
+def moejax_layer(spec, x, weight, expert, w_gate_up, w_down, copies):
+    """Schedule, dispatch, products, combine; copies are made outside, as in a training step."""
+    plan = schedule(expert, spec)
+    experts = prepare_experts(w_gate_up, w_down, spec) if copies is None else copies
+    return moe_ffn(x, weight, plan, experts, spec)
+
+
+def ragged_layer(group_sizes, x_sorted, w_gate, w_up, w_down):
+    """Three `ragged_dot`s on rows sorted beforehand; weights contraction-first, as it wants them."""
+    gate = jax.lax.ragged_dot(x_sorted, w_gate, group_sizes)
+    up = jax.lax.ragged_dot(x_sorted, w_up, group_sizes)
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, w_down, group_sizes)
+
+
+def dense_layer(x, w_gate, w_up, w_down):
+    """Three dense products of the same FLOPs."""
+    return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def passes(function, *operands):
+    """Compiled forward (with residuals), backward and both, as functions without arguments."""
+    forward = jax.jit(lambda *args: jax.vjp(function, *args))
+    y, pullback = forward(*operands)
+    dy = jax.random.normal(jax.random.key(9), y.shape, y.dtype)
+    backward = jax.jit(lambda pullback, dy: pullback(dy))
+    step = jax.jit(lambda dy, *args: jax.vjp(function, *args)[1](dy))
+    return {
+        "forward": lambda: forward(*operands),
+        "backward": lambda: backward(pullback, dy),
+        "step": lambda: step(dy, *operands),
+    }
+
+
+def build(recipe: str) -> dict[str, dict]:
+    """{impl: {pass: callable}} on the same random data."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    x = jax.random.normal(keys[0], (TOKENS, D), jnp.float32 if recipe == "fp32" else jnp.bfloat16)
+    expert = jax.random.randint(keys[1], (TOKENS, K), 0, E, jnp.int32)
+    weight = jax.random.uniform(keys[2], (TOKENS, K), jnp.float32)
+    w_gate_up = jax.random.normal(keys[3], (E, 2, F, D), jnp.float32) / D**0.5
+    w_down = jax.random.normal(keys[4], (E, D, F), jnp.float32) / F**0.5
+
+    built = {}
+    for backend in ("xla", "native"):
+        spec = MoESpec(E, D, F, router=RouterConfig(top_k=K, norm_topk=False), recipe=recipe, backend=backend)
+        try:
+            resolve_backend(spec)
+        except ValueError as refusal:
+            print(f"skipped moejax-{backend}: {refusal}")
+            continue
+        layer = functools.partial(moejax_layer, spec)
+        built[f"moejax-{backend}"] = passes(
+            lambda x, weight, gate_up, down, layer=layer: layer(x, weight, expert, gate_up, down, None),
+            x, weight, w_gate_up, w_down,
+        )  # fmt: skip
+
+    dtype = x.dtype
+    order = jnp.argsort(expert[:, 0], stable=True)
+    group_sizes = jnp.bincount(expert[:, 0], length=E).astype(jnp.int32)
+    transposed = [jnp.swapaxes(w, 1, 2).astype(dtype) for w in (w_gate_up[:, 0], w_gate_up[:, 1], w_down)]
+    built[f"jax-ragged_dot-{jax.__version__}"] = passes(
+        functools.partial(ragged_layer, group_sizes), x[order], *transposed
+    )
+    built["dense"] = passes(dense_layer, x, *[w[0] for w in transposed])
+    return built
+
+
+def measure(built: dict[str, dict], iterations: int, slow_iterations: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds per implementation and pass. The slow peer gets fewer iterations."""
+    times = {impl: {name: [] for name in PASSES} for impl in built}
+    for impl, functions in built.items():
+        for name in PASSES:
+            jax.block_until_ready(functions[name]())  # compile
+    for iteration in range(iterations):
+        for impl, functions in built.items():
+            if "ragged" in impl and iteration >= slow_iterations:
+                continue
+            for name in PASSES:
+                start = time.perf_counter()
+                jax.block_until_ready(functions[name]())
+                times[impl][name].append((time.perf_counter() - start) * 1e3)
+    return {impl: {name: float(np.median(t)) for name, t in by_pass.items()} for impl, by_pass in times.items()}
+
+
+def records(medians: dict, recipe: str, notes: str) -> list[dict]:
+    """One dict per implementation and pass, with the two ratios."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    ragged = next(impl for impl in medians if "ragged" in impl)
+    flops = {"forward": 6 * TOKENS * K * D * F, "backward": 12 * TOKENS * K * D * F, "step": 18 * TOKENS * K * D * F}
+    return [
+        {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit.strip() or "unknown",
+            "gpu": None,
+            "versions": {"python": platform.python_version(), "jax": jax.__version__},
+            "bench": "cpu_moe",
+            "shape": f"E{E} D{D} F{F} K{K}",
+            "recipe": recipe,
+            "impl": impl,
+            "pass": name,
+            "ranks": 1,
+            "tokens": TOKENS,
+            "ms": round(ms, 3),
+            "tflops": round(flops[name] / ms / 1e9, 4),
+            "bytes": None,
+            "gbps": None,
+            "ratio_to_ragged_dot": round(medians[ragged][name] / ms, 2),
+            "share_of_dense": round(medians["dense"][name] / ms, 3),
+            "notes": notes,
+        }
+        for impl, by_pass in medians.items()
+        for name, ms in by_pass.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--slow-iterations", type=int, default=5, help="of ragged_dot, which takes a second each")
+    parser.add_argument("--machine", default=f"cpu-{os.cpu_count()}core", help="folder under benchmarks/results")
+    args = parser.parse_args()
+
+    load = os.getloadavg()[0]
+    medians = measure(build(args.recipe), args.iterations, args.slow_iterations)
+    notes = (
+        f"{_cpu_name()}, {os.cpu_count()} cores, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; "
+        f"medians of {args.iterations} ({args.slow_iterations} for ragged_dot); peers on sorted rows, without dispatch"
+    )
+    lines = records(medians, args.recipe, notes)
+    path = pathlib.Path(__file__).parent / "results" / args.machine / "cpu_moe.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    print(f"{'implementation':28} {'pass':9} {'ms':>9} {'x ragged_dot':>13} {'of dense':>9}")
+    for line in lines:
+        ratios = f"{line['ratio_to_ragged_dot']:12.1f}x {line['share_of_dense']:9.0%}"
+        print(f"{line['impl']:28} {line['pass']:9} {line['ms']:9.2f} {ratios}")
+    print(f"{notes}\nappended to {path}")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown CPU"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+
+
+if __name__ == "__main__":
+    main()
