@@ -25,6 +25,7 @@ from moejax.ops.varying import zeros_like_varying
 # Divides the 128 rows that groups are aligned to; a multiple of the 32 that MX wgrad blocks need. Measured on 2 cores:
 # 16 to 128 rows are equally fast in FP32, and a smaller block computes less padding.
 BLOCK = 64
+ALIGNED_BLOCK = 128  # aligned MX operands of weight gradients share a scale over this many rows
 
 _D_WEIGHT_COLUMNS = 128  # d(weight) sums partials of this many columns in order (docs/design.md: a fixed order)
 
@@ -41,7 +42,7 @@ def prepare(masters: ExpertWeights, spec: MoESpec):
 
 def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec):
     """Slot rows y before the combine weight, and gate_up (M, 2F) if `spec.save` keeps it."""
-    rows = x_MxD.shape[0]
+    rows, size = x_MxD.shape[0], _block_size(spec)
     y_MxD = zeros_like_varying((rows, spec.d_model), compute_dtype(spec), x_MxD)
     saved_MxG = None
     if spec.save == "gate_up":
@@ -53,21 +54,22 @@ def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec)
 
         def run_block(row, state):
             y_MxD, saved_MxG = state
-            gate_up_PxG = _gate_up(_block(x_MxD, row), weights, b_gate_up_G, spec)
+            gate_up_PxG = _gate_up(_block(x_MxD, row, size), weights, b_gate_up_G, spec)
             h_PxF = _hidden(gate_up_PxG, spec)
-            y_PxD = product(row_operand(h_PxF, "fprop", 1, spec), weights.down_fprop_DxF, 1, 1)
+            y_PxD = product(row_operand(h_PxF, "fprop", 1, spec), weights.down_fprop_DxF, 1, 1, "fprop.down")
             y_PxD = rounded(y_PxD if b_down_D is None else y_PxD + b_down_D, spec)
             if saved_MxG is not None:
                 saved_MxG = _put(saved_MxG, gate_up_PxG, row)
             return _put(y_MxD, y_PxD, row), saved_MxG
 
-        return _each_block(plan, expert, run_block, state)
+        return _each_block(plan, expert, size, run_block, state)
 
     return _each_used_expert(plan, run_expert, (y_MxD, saved_MxG))
 
 
 def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
     """dx rows, d(weight) per row, and FP32 weight gradients that continue from `accumulator` if there is one."""
+    size = _block_size(spec)
     dx_MxD = zeros_like_varying(x_MxD.shape, compute_dtype(spec), x_MxD)
     d_weight_M = zeros_like_varying(weight_M.shape, jnp.float32, x_MxD)
     if accumulator is None:
@@ -80,28 +82,29 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
 
         def run_block(row, state):
             dx_MxD, d_weight_M, d_expert = state
-            x_PxD, dy_PxD, weight_P = _block(x_MxD, row), _block(dy_MxD, row), _block(weight_M, row)
+            x_PxD, dy_PxD, weight_P = (_block(value, row, size) for value in (x_MxD, dy_MxD, weight_M))
             if saved_MxG is None:
-                gate_up_PxG = _gate_up(x_PxD, weights, b_gate_up_G, spec)
+                gate_up_PxG = _gate_up(x_PxD, weights, b_gate_up_G, spec, "recompute.gate_up")
             else:
-                gate_up_PxG = _block(saved_MxG, row)
+                gate_up_PxG = _block(saved_MxG, row, size)
             h_PxF = _hidden(gate_up_PxG, spec)
 
-            dh0_PxF = product(row_operand(dy_PxD, "dgrad", 1, spec), weights.down_dgrad_DxF, 1, 0)
+            dh0_PxF = product(row_operand(dy_PxD, "dgrad", 1, spec), weights.down_dgrad_DxF, 1, 0, "dgrad.down")
             d_weight_P = _row_dot(h_PxF, dh0_PxF)
             if b_down_D is not None:
                 d_weight_P = d_weight_P + _row_dot(dy_PxD, jnp.broadcast_to(b_down_D, dy_PxD.shape))
             dh_PxF = weight_P[:, None] * dh0_PxF
             d_gate_PxF, d_up_PxF = gated_grad(*jnp.split(gate_up_PxG, 2, axis=1), dh_PxF, spec.act)
             da_PxG = rounded(jnp.concatenate([d_gate_PxF, d_up_PxF], axis=1), spec)
-            dx_PxD = rounded(product(row_operand(da_PxG, "dgrad", 1, spec), weights.gate_up_dgrad_GxD, 1, 0), spec)
+            dx_PxD = product(row_operand(da_PxG, "dgrad", 1, spec), weights.gate_up_dgrad_GxD, 1, 0, "dgrad.gate_up")
+            dx_PxD = rounded(dx_PxD, spec)
 
             weighted_h_PxF = rounded(weight_P[:, None] * h_PxF, spec)
             d_expert = _add_wgrad(d_expert, x_PxD, dy_PxD, weighted_h_PxF, da_PxG, weight_P, spec)
             return _put(dx_MxD, dx_PxD, row), _put(d_weight_M, d_weight_P, row), d_expert
 
         d_expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), d_experts)
-        dx_MxD, d_weight_M, d_expert = _each_block(plan, expert, run_block, (dx_MxD, d_weight_M, d_expert))
+        dx_MxD, d_weight_M, d_expert = _each_block(plan, expert, size, run_block, (dx_MxD, d_weight_M, d_expert))
         d_experts = jax.tree.map(
             lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, expert, 0), d_experts, d_expert
         )
@@ -110,8 +113,8 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
     return _each_used_expert(plan, run_expert, (dx_MxD, d_weight_M, accumulator))
 
 
-def _gate_up(x_PxD, weights, b_gate_up_G, spec):
-    gate_up_PxG = product(row_operand(x_PxD, "fprop", 1, spec), weights.gate_up_fprop_GxD, 1, 1)
+def _gate_up(x_PxD, weights, b_gate_up_G, spec, name="fprop.gate_up"):
+    gate_up_PxG = product(row_operand(x_PxD, "fprop", 1, spec), weights.gate_up_fprop_GxD, 1, 1, name)
     return rounded(gate_up_PxG if b_gate_up_G is None else gate_up_PxG + b_gate_up_G, spec)
 
 
@@ -124,14 +127,14 @@ def _add_wgrad(d_expert, x_PxD, dy_PxD, weighted_h_PxF, da_PxG, weight_P, spec):
     x_op, dy_op, weighted_h_op, da_op = (
         row_operand(value, "wgrad", 0, spec) for value in (x_PxD, dy_PxD, weighted_h_PxF, da_PxG)
     )
-    d_gate_up = product(da_op, x_op, 0, 0).reshape(d_expert.w_gate_up_Ex2xFxD.shape)
+    d_gate_up = product(da_op, x_op, 0, 0, "wgrad.gate_up").reshape(d_expert.w_gate_up_Ex2xFxD.shape)
     biases = {}
     if d_expert.b_gate_up_Ex2xF is not None:
         biases["b_gate_up_Ex2xF"] = d_expert.b_gate_up_Ex2xF + da_PxG.sum(0).reshape(d_expert.b_gate_up_Ex2xF.shape)
         biases["b_down_ExD"] = d_expert.b_down_ExD + (weight_P[:, None] * dy_PxD).sum(0)
     return ExpertWeights(
         w_gate_up_Ex2xFxD=d_expert.w_gate_up_Ex2xFxD + d_gate_up,
-        w_down_ExDxF=d_expert.w_down_ExDxF + product(dy_op, weighted_h_op, 0, 0),
+        w_down_ExDxF=d_expert.w_down_ExDxF + product(dy_op, weighted_h_op, 0, 0, "wgrad.down"),
         **biases,
     )
 
@@ -161,16 +164,20 @@ def _each_used_expert(plan: Plan, run_expert, state):
     return jax.lax.fori_loop(0, jnp.sum(plan.count_E > 0), lambda i, state: run_expert(used_E[i], state), state)
 
 
-def _each_block(plan: Plan, expert, run_block, state):
+def _each_block(plan: Plan, expert, size: int, run_block, state):
     """Runs `run_block(first_row, state)` for the blocks of one expert, in row order."""
-    blocks = (plan.count_E[expert] + BLOCK - 1) // BLOCK
+    blocks = (plan.count_E[expert] + size - 1) // size
     first = plan.start_E[expert]
-    return jax.lax.fori_loop(0, blocks, lambda i, state: run_block(first + i * BLOCK, state), state)
+    return jax.lax.fori_loop(0, blocks, lambda i, state: run_block(first + i * size, state), state)
 
 
-def _block(value_Mxany, row):
-    """Rows row..row+BLOCK as FP32."""
-    return jax.lax.dynamic_slice_in_dim(value_Mxany, row, BLOCK).astype(jnp.float32)
+def _block_size(spec: MoESpec) -> int:
+    return ALIGNED_BLOCK if spec.recipe == "mxfp8" and spec.mx_mode == "aligned" else BLOCK
+
+
+def _block(value_Mxany, row, size: int):
+    """Rows row..row+size as FP32."""
+    return jax.lax.dynamic_slice_in_dim(value_Mxany, row, size).astype(jnp.float32)
 
 
 def _put(stack_Mxany, value_Pxany, row):

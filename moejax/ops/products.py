@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from moejax.ops.experts import ExpertWeights
+from moejax.ops.gemms import gemm_scope
+from moejax.ops.mxfp8 import MXArray, dequantize, quantize
+from moejax.ops.mxfp8_matmul import ALIGNED, align
 from moejax.ops.spec import MoESpec
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
@@ -35,16 +38,34 @@ class WeightOperands:
 
 
 def weight_copies(masters: ExpertWeights, spec: MoESpec) -> Any:
-    """`ExpertWeights.copies`: None (fp32), (gate_up, down) in BF16, or MX in both orientations."""
+    """`ExpertWeights.copies`: None (fp32), (gate_up, down) in BF16, or `WeightOperands` of MXArrays.
+
+    MX copies come from the FP32 masters, once per contraction. Their gate and up rows stay apart, (E, 2, F, D): F is a
+    multiple of 32, so blocks along F are the blocks along 2F.
+    """
+    gate_up, down = masters.w_gate_up_Ex2xFxD, masters.w_down_ExDxF
     if spec.recipe == "fp32":
         return None
     if spec.recipe == "bf16":
-        return masters.w_gate_up_Ex2xFxD.astype(jnp.bfloat16), masters.w_down_ExDxF.astype(jnp.bfloat16)
-    raise ValueError(f"recipe {spec.recipe} has no weight copies")
+        return gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
+    return WeightOperands(
+        gate_up_fprop_GxD=quantize(gate_up, -1),
+        down_fprop_DxF=quantize(down, -1),
+        gate_up_dgrad_GxD=quantize(gate_up, -2),
+        down_dgrad_DxF=quantize(down, -2),
+    )
 
 
 def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> WeightOperands:
-    """Operands of expert `index`, read once for all its rows."""
+    """Operands of expert `index`, read once for all its rows. MX operands come as their exact FP32 values."""
+    if spec.recipe == "mxfp8":
+        mx = _take(experts.copies, index)
+        return WeightOperands(
+            gate_up_fprop_GxD=_values(_flat_rows(mx.gate_up_fprop_GxD), ALIGNED, spec),
+            down_fprop_DxF=_values(mx.down_fprop_DxF, ALIGNED, spec),
+            gate_up_dgrad_GxD=_values(_flat_rows(mx.gate_up_dgrad_GxD), ALIGNED, spec),
+            down_dgrad_DxF=_values(mx.down_dgrad_DxF, ALIGNED, spec),
+        )
     pair = (experts.w_gate_up_Ex2xFxD, experts.w_down_ExDxF) if spec.recipe == "fp32" else experts.copies
     gate_up_2xFxD, down_DxF = _take(pair, index)
     gate_up_GxD = gate_up_2xFxD.reshape(-1, gate_up_2xFxD.shape[-1])
@@ -52,16 +73,29 @@ def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> Wei
 
 
 def row_operand(value: jax.Array, kind: Kind, axis: int, spec: MoESpec) -> jax.Array:
-    """An FP32 value as operand of a product that contracts over `axis`; it is rounded to BF16 unless the recipe is fp32."""
-    return value if spec.recipe == "fp32" else value.astype(jnp.bfloat16)
+    """An FP32 value as operand of a product that contracts over `axis`.
+
+    It is rounded to BF16 unless the recipe is fp32; mxfp8 quantises the BF16 value along the contraction and returns the
+    exact FP32 values of the result, except in weight gradients with `wgrad: bf16`.
+    """
+    if spec.recipe == "fp32":
+        return value
+    value = value.astype(jnp.bfloat16)
+    if spec.recipe == "bf16" or (kind == "wgrad" and spec.wgrad == "bf16"):
+        return value
+    return _values(quantize(value, axis), 1, spec)
 
 
-def product(lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int) -> jax.Array:
-    """FP32 matrix product over one axis of each side. FP32 operands are multiplied as FP32, on accelerators too."""
+def product(lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs_axis: int, name: str) -> jax.Array:
+    """FP32 matrix product over one axis of each side. FP32 operands are multiplied as FP32, on accelerators too.
+
+    `name` is what profiles and `list_gemms` call it: fprop, dgrad, wgrad or recompute, a dot, gate_up or down.
+    """
     precision = jax.lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    with gemm_scope(name):
+        return jax.lax.dot_general(
+            lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
 
 
 def rounded(value: jax.Array, spec: MoESpec) -> jax.Array:
@@ -74,3 +108,13 @@ def rounded(value: jax.Array, spec: MoESpec) -> jax.Array:
 
 def _take(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def _values(mx: MXArray, rows: int, spec: MoESpec) -> jax.Array:
+    """What an MX operand stands for, FP32; in `aligned` mode after re-basing its scales per `rows` by 128 elements."""
+    return dequantize(align(mx, rows) if spec.mx_mode == "aligned" else mx)
+
+
+def _flat_rows(mx: MXArray) -> MXArray:
+    """(2, F, D) as (2F, D), scales alike."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), mx)
