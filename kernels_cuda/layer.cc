@@ -1,0 +1,256 @@
+// The expert layer as a sequence of launches on one stream: forward and backward. Read moe.h for the contract.
+#include <vector>
+
+#include "gemm_kernels.h"
+#include "kernel_check.h"
+#include "rows.h"
+#include "task_list.h"
+#include "tensor_map.h"
+
+namespace moe {
+namespace {
+
+constexpr int kTileN = 256;  // accumulator columns of a block
+
+#define MOE_RETURN_IF_ERROR(expression)   \
+  do {                                    \
+    Status status_ = (expression);        \
+    if (!status_.ok()) return status_;    \
+  } while (0)
+
+// Hands out 1024-byte aligned pieces of the workspace; with a null base it only measures.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<uint8_t*>(base)) {}
+  template <class T>
+  T* take(int64_t elements) {
+    uint8_t* at = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (static_cast<size_t>(elements) * sizeof(T) + 1023) / 1024 * 1024;
+    return reinterpret_cast<T*>(at);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  size_t used_ = 0;
+};
+
+Status check_shape(const LayerShape& s) {
+  auto say = [](const char* name, int64_t value, const char* rule) {
+    return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
+  };
+  if (s.d_model < 8 || s.d_model % 8 != 0) return say("d_model", s.d_model, "a positive multiple of 8 (16-byte rows in BF16)");
+  if (s.width < 8 || s.width % 8 != 0) return say("width", s.width, "a positive multiple of 8 (16-byte rows in BF16)");
+  if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
+  if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
+  if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");
+  if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
+  if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
+  if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
+  return {};
+}
+
+int tile_columns(Kind kind) { return kind == kGateUp ? kTileN / 2 : kTileN; }
+
+// Output extents of each kind: rows (weight gradients only) and columns.
+int m_extent(const LayerShape& s, Kind kind) { return static_cast<int>(kind == kWgradDown ? s.d_model : s.width); }
+int n_extent(const LayerShape& s, Kind kind) {
+  const bool width = kind == kGateUp || kind == kDgradDown || kind == kWgradDown;
+  return static_cast<int>(width ? s.width : s.d_model);
+}
+int k_blocks(const LayerShape& s, Kind kind) {
+  const bool width = kind == kDown || kind == kDgradGateUp;
+  return static_cast<int>(((width ? s.width : s.d_model) + 63) / 64);
+}
+
+TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty) {
+  TaskList list;
+  list.kind = kind;
+  list.tile_n = tile_columns(kind);
+  list.m_extent = m_extent(s, kind);
+  list.n_extent = n_extent(s, kind);
+  list.skip_empty = skip_empty;
+  list.tasks = workspace.take<Task>(max_tasks(s, kind, list.tile_n, list.m_extent, list.n_extent));
+  list.num_tasks = workspace.take<int32_t>(1);
+  return list;
+}
+
+GemmArguments<CUtensorMap> arguments(const LayerShape& s, const TaskList& list, const Activation& act) {
+  GemmArguments<CUtensorMap> args = {};
+  args.tasks = list.tasks;
+  args.num_tasks = list.num_tasks;
+  args.num_rows = s.rows;
+  args.k_blocks = k_blocks(s, list.kind);
+  args.n_extent = list.n_extent;
+  args.act = act;
+  return args;
+}
+
+Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  cudaError_t error = launch_gemm(list.kind, kTileN, args, stream);
+  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
+}
+
+struct ForwardMemory {
+  uint16_t* x_MxD;
+  uint16_t* h_MxF;
+  uint16_t* y_MxD;
+  TaskList gate_up, down;
+};
+
+ForwardMemory forward_memory(Workspace& workspace, const LayerShape& s) {
+  ForwardMemory m;
+  m.x_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
+  m.h_MxF = workspace.take<uint16_t>(s.rows * s.width);
+  m.y_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
+  m.gate_up = take_list(workspace, s, kGateUp, false);
+  m.down = take_list(workspace, s, kDown, false);
+  return m;
+}
+
+struct BackwardMemory {
+  uint16_t* x_MxD;
+  uint16_t* dy_MxD;
+  uint16_t* d_gate_up_2xMxF;
+  uint16_t* scaled_h_MxF;
+  uint16_t* gate_up_2xMxF;
+  uint16_t* dx_MxD;
+  float* partial_CxM;
+  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
+};
+
+BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool recompute, bool accumulate) {
+  BackwardMemory m;
+  m.x_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
+  m.dy_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
+  m.d_gate_up_2xMxF = workspace.take<uint16_t>(2 * s.rows * s.width);
+  m.scaled_h_MxF = workspace.take<uint16_t>(s.rows * s.width);
+  m.gate_up_2xMxF = recompute ? workspace.take<uint16_t>(2 * s.rows * s.width) : nullptr;
+  m.dx_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
+  m.partial_CxM = workspace.take<float>((s.width + 127) / 128 * s.rows);
+  m.dgrad_down = take_list(workspace, s, kDgradDown, false);
+  m.dgrad_gate_up = take_list(workspace, s, kDgradGateUp, false);
+  m.wgrad_down = take_list(workspace, s, kWgradDown, accumulate);
+  m.wgrad_gate_up = take_list(workspace, s, kWgradGateUp, accumulate);
+  if (recompute) m.gate_up = take_list(workspace, s, kGateUp, false);
+  return m;
+}
+
+TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
+TensorShape gate_up_shape(const LayerShape& s) { return {s.d_model, s.width, 2, s.experts}; }
+TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.experts}; }
+
+}  // namespace
+
+size_t forward_workspace_bytes(const LayerShape& shape) {
+  Workspace measure(nullptr);
+  forward_memory(measure, shape);
+  return measure.used();
+}
+
+Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const Plan& plan,
+               const uint16_t* w_gate_up, const uint16_t* w_down, uint16_t* y_TxD, uint16_t* gate_up_2xMxF, void* workspace,
+               cudaStream_t stream) {
+  MOE_RETURN_IF_ERROR(check_shape(s));
+  Workspace space(workspace);
+  ForwardMemory m = forward_memory(space, s);
+  TaskList lists[] = {m.gate_up, m.down};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
+  MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
+
+  auto up = arguments(s, m.gate_up, act);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
+  up.write_out = 1;
+  if (gate_up_2xMxF != nullptr) {
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2)));
+    up.save_gate_up = 1;
+  }
+  MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
+
+  auto down = arguments(s, m.down, act);
+  down.a = up.out;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w_down, down_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.out, "y", Element::kBf16, m.y_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(run_gemm(m.down, down, stream));
+  return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
+}
+
+size_t backward_workspace_bytes(const LayerShape& shape, bool recompute) {
+  Workspace measure(nullptr);
+  backward_memory(measure, shape, recompute, false);
+  return measure.used();
+}
+
+Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const uint16_t* dy_TxD,
+                const Plan& plan, const uint16_t* w_gate_up, const uint16_t* w_down, const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD,
+                float* d_weight_TxK, float* dw_gate_up, float* dw_down, bool accumulate, void* workspace, cudaStream_t stream) {
+  MOE_RETURN_IF_ERROR(check_shape(s));
+  const bool recompute = gate_up_2xMxF == nullptr;
+  Workspace space(workspace);
+  BackwardMemory m = backward_memory(space, s, recompute, accumulate);
+  TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
+  MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream));
+  MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
+
+  CUtensorMap x, dy, w_up_map, w_down_map, gate_up, d_gate_up, scaled_h, dx, dw_up_map, dw_down_map;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&x, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dy, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_up_map, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_down_map, "w_down", Element::kBf16, w_down, down_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&gate_up, "gate_up", Element::kBf16, recompute ? m.gate_up_2xMxF : gate_up_2xMxF,
+                                        rows_shape(s, s.width, 2)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&d_gate_up, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&scaled_h, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dx, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_map, "dw_gate_up", Element::kFp32, dw_gate_up, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw_down, down_shape(s)));
+
+  if (recompute) {
+    auto up = arguments(s, m.gate_up, act);
+    up.a = x;
+    up.b = w_up_map;
+    up.gate_up = gate_up;
+    up.save_gate_up = 1;
+    MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
+  }
+
+  auto dh = arguments(s, m.dgrad_down, act);
+  dh.a = dy;
+  dh.b = w_down_map;
+  dh.gate_up = gate_up;
+  dh.out = d_gate_up;
+  dh.out2 = scaled_h;
+  dh.weight_TxK = weight_TxK;
+  dh.slot_M = plan.slot_M;
+  dh.weight_partial = m.partial_CxM;
+  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, stream));
+
+  auto dw_down_args = arguments(s, m.wgrad_down, act);
+  dw_down_args.a = dy;
+  dw_down_args.b = scaled_h;
+  dw_down_args.out = dw_down_map;
+  dw_down_args.accumulate = accumulate;
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
+
+  auto dx_args = arguments(s, m.dgrad_gate_up, act);
+  dx_args.a = d_gate_up;
+  dx_args.b = w_up_map;
+  dx_args.out = dx;
+  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
+
+  auto dw_up_args = arguments(s, m.wgrad_gate_up, act);
+  dw_up_args.a = d_gate_up;
+  dw_up_args.b = x;
+  dw_up_args.out = dw_up_map;
+  dw_up_args.accumulate = accumulate;
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
+
+  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
+  return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
+}
+
+}  // namespace moe

@@ -1,0 +1,69 @@
+// The single-GPU expert layer for Hopper (sm_90a), BF16: plain C++ over raw device pointers and a stream. No XLA headers, no host
+// synchronisation, no allocation, no state: every call can be captured into a graph. Callers own all memory; each operation
+// states the workspace it needs. docs/design.md section 2 is the contract (Plan, row order, rounding points).
+//
+// Letters: T tokens, K experts per token, E experts, D model width, F expert width, M rows after dispatch (padded).
+// Layouts are row-major in the order of the suffix; BF16 data is passed as uint16_t*.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "activation.h"
+
+namespace moe {
+
+// Empty when all is well; else one line that names the argument, what it is and what it must be.
+struct Status {
+  std::string message;
+  bool ok() const { return message.empty(); }
+};
+
+struct LayerShape {
+  int64_t tokens = 0;   // T
+  int64_t top_k = 0;    // K
+  int64_t experts = 0;  // E, experts whose weights are here
+  int64_t rows = 0;     // M: a multiple of 128, at least what rows_bound says for dropless
+  int64_t d_model = 0;  // D: a multiple of 8
+  int64_t width = 0;    // F: a multiple of 8
+};
+
+constexpr int kGroupRows = 128;  // groups start at multiples of this many rows
+
+// M for dropless dispatch: T min(K, E) rows and up to 127 of padding per expert, rounded up to 128.
+int64_t rows_bound(int64_t tokens, int64_t top_k, int64_t experts);
+
+struct Plan {
+  int32_t* count_E = nullptr;   // rows of each expert, after capacity
+  int32_t* start_E = nullptr;   // its first row, a multiple of 128
+  int32_t* row_TxK = nullptr;   // row of each (token, slot), -1: masked, dropped or another rank's
+  int32_t* slot_M = nullptr;    // flat slot t K + s of each row, -1: padding
+  int32_t* routed_E = nullptr;  // rows asked for, before capacity
+};
+
+// Stable counting sort of the slots by expert. Experts [first_expert, first_expert + E) are local; other ids, and negative ones,
+// get no row. `capacity` cuts each expert's rows (the last in token order are dropped); INT32_MAX: dropless. Rows that would
+// pass M are dropped as well, and count_E says so: nothing is written out of bounds. E <= 4096.
+size_t schedule_workspace_bytes(const LayerShape& shape);
+Status schedule(const LayerShape& shape, const int32_t* expert_TxK, int32_t first_expert, int32_t capacity, const Plan& plan,
+                void* workspace, cudaStream_t stream);
+
+// y_TxD = combine(expert(dispatch(x))). gate_up_2xMxF: if not null, gate and up are saved there (BF16, 4 F bytes per row; the
+// only residual besides the inputs). All of it: x, y, weights BF16; weight_TxK FP32.
+size_t forward_workspace_bytes(const LayerShape& shape);
+Status forward(const LayerShape& shape, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const Plan& plan,
+               const uint16_t* w_gate_up_Ex2xFxD, const uint16_t* w_down_ExDxF, uint16_t* y_TxD, uint16_t* gate_up_2xMxF,
+               void* workspace, cudaStream_t stream);
+
+// Gradients of forward. gate_up_2xMxF: as saved, or null to recompute. dw_* are FP32: overwritten, or continued from what is
+// there when `accumulate` (row order; experts without rows leave their buffer as it is). Overwriting gives exact zeros for them.
+size_t backward_workspace_bytes(const LayerShape& shape, bool recompute);
+Status backward(const LayerShape& shape, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK,
+                const uint16_t* dy_TxD, const Plan& plan, const uint16_t* w_gate_up_Ex2xFxD, const uint16_t* w_down_ExDxF,
+                const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD, float* d_weight_TxK, float* dw_gate_up_Ex2xFxD,
+                float* dw_down_ExDxF, bool accumulate, void* workspace, cudaStream_t stream);
+
+}  // namespace moe

@@ -1,0 +1,124 @@
+// Dispatch and combine. Both are bound by memory: 16-byte accesses, one token per warp group, no atomics.
+#include "rows.h"
+
+#include <cuda_runtime.h>
+
+#include "kernel_check.h"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Blocks [0, T): one token each; its row is read once and written K times. Blocks after that: one expert each, zeroing its padding.
+__global__ void __launch_bounds__(kThreads)
+    dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int tokens, int top_k, Plan plan) {
+  if (blockIdx.x < static_cast<unsigned>(tokens)) {
+    const int64_t token = blockIdx.x;
+    extern __shared__ int32_t rows[];
+    for (int s = threadIdx.x; s < top_k; s += kThreads) rows[s] = plan.row_TxK[token * top_k + s];
+    __syncthreads();
+    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+      uint4 value = x_TxV[token * vectors + v];
+      for (int s = 0; s < top_k; ++s) {
+        if (rows[s] >= 0) rows_MxV[static_cast<int64_t>(rows[s]) * vectors + v] = value;
+      }
+    }
+  } else {
+    const int expert = blockIdx.x - tokens;
+    const int count = plan.count_E[expert];
+    const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
+    const int padding = (count + kGroupRows - 1) / kGroupRows * kGroupRows - count;
+    const int64_t total = static_cast<int64_t>(padding) * vectors;
+    for (int64_t i = threadIdx.x; i < total; i += kThreads) rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+__device__ void add_scaled(float (&sum)[8], uint4 value, float weight) {
+  const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] = __fmaf_rn(weight, __uint_as_float(words[i] << 16), sum[2 * i]);
+    sum[2 * i + 1] = __fmaf_rn(weight, __uint_as_float(words[i] & 0xffff0000u), sum[2 * i + 1]);
+  }
+}
+
+__device__ uint32_t pack(float lo, float hi) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+  return packed;
+}
+
+// One block per token. Loads of up to four slots are in flight together; the sum stays in slot order.
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const uint4* __restrict__ rows_MxV, const float* __restrict__ weight_TxK, uint4* __restrict__ y_TxV, int vectors,
+                   int top_k, const int32_t* __restrict__ row_TxK) {
+  const int64_t token = blockIdx.x;
+  extern __shared__ int32_t shared[];
+  int32_t* rows = shared;
+  float* weights = reinterpret_cast<float*>(shared + top_k);
+  for (int s = threadIdx.x; s < top_k; s += kThreads) {
+    rows[s] = row_TxK[token * top_k + s];
+    weights[s] = weight_TxK != nullptr ? weight_TxK[token * top_k + s] : 1.0f;
+  }
+  __syncthreads();
+  for (int v = threadIdx.x; v < vectors; v += kThreads) {
+    float sum[8] = {};
+    for (int s0 = 0; s0 < top_k; s0 += 4) {
+      uint4 values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = s0 + i;
+        if (s < top_k && rows[s] >= 0) values[i] = __ldcs(&rows_MxV[static_cast<int64_t>(rows[s]) * vectors + v]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = s0 + i;
+        if (s < top_k && rows[s] >= 0) add_scaled(sum, values[i], weights[s]);
+      }
+    }
+    y_TxV[token * vectors + v] = make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    weight_partials_kernel(const float* __restrict__ partial_CxM, float* __restrict__ d_weight_TxK, int64_t slots, int chunks, int64_t rows,
+                           const int32_t* __restrict__ row_TxK) {
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (slot >= slots) return;
+  const int row = row_TxK[slot];
+  float sum = 0.0f;
+  if (row >= 0) {
+    for (int c = 0; c < chunks; ++c) sum = __fadd_rn(sum, partial_CxM[c * rows + row]);
+  }
+  d_weight_TxK[slot] = sum;
+}
+
+}  // namespace
+
+Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts);
+  dispatch_kernel<<<blocks, kThreads, s.top_k * sizeof(int32_t), stream>>>(
+      reinterpret_cast<const uint4*>(x_TxD), reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8),
+      static_cast<int>(s.tokens), static_cast<int>(s.top_k), plan);
+  return launched("dispatch_rows");
+}
+
+Status combine_rows(const LayerShape& s, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,
+                    cudaStream_t stream) {
+  if (s.tokens == 0) return {};
+  combine_kernel<<<static_cast<unsigned>(s.tokens), kThreads, 2 * s.top_k * sizeof(int32_t), stream>>>(
+      reinterpret_cast<const uint4*>(rows_MxD), weight_TxK, reinterpret_cast<uint4*>(y_TxD), static_cast<int>(s.d_model / 8),
+      static_cast<int>(s.top_k), plan.row_TxK);
+  return launched("combine_rows");
+}
+
+Status sum_weight_partials(const LayerShape& s, const float* partial_CxM, const Plan& plan, float* d_weight_TxK, cudaStream_t stream) {
+  const int64_t slots = s.tokens * s.top_k;
+  if (slots == 0) return {};
+  weight_partials_kernel<<<static_cast<unsigned>((slots + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      partial_CxM, d_weight_TxK, slots, static_cast<int>((s.width + 127) / 128), s.rows, plan.row_TxK);
+  return launched("sum_weight_partials");
+}
+
+}  // namespace moe

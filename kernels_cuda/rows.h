@@ -1,0 +1,20 @@
+// Row movement around the expert GEMMs: dispatch, combine, and the last step of d(weight). See rows.cu.
+#pragma once
+
+#include "moe.h"
+
+namespace moe {
+
+// rows_MxD[row_TxK[t, s]] = x_TxD[t] for every slot with a row, and zeros in the padded rows of each group. Slack rows after the
+// last group are not touched.
+Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream);
+
+// y_TxD[t] = sum over s, in slot order, FP32, of weight_TxK[t, s] * rows_MxD[row_TxK[t, s]], rounded once. weight null: 1.
+Status combine_rows(const LayerShape& shape, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,
+                    cudaStream_t stream);
+
+// d_weight_TxK = the partial sums of each slot's row added in order; 0 for a slot without a row.
+Status sum_weight_partials(const LayerShape& shape, const float* partial_CxM, const Plan& plan, float* d_weight_TxK,
+                           cudaStream_t stream);
+
+}  // namespace moe

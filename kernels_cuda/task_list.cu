@@ -1,0 +1,109 @@
+// Builds task lists: expert by expert; inside an expert, groups of up to 16 row tiles, all column tiles of a group before the next
+// (so that what runs together reads few distinct rows and columns from memory); row tiles innermost. Neighbouring row tiles pair
+// up and share weights; a last odd one pairs along the columns and shares its rows.
+#include "task_list.h"
+
+#include <cuda_runtime.h>
+
+#include "kernel_check.h"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTileM = 128;
+constexpr int kGroupPairs = 8;
+
+struct Lists {
+  TaskList list[kNumKinds];
+};
+
+__host__ __device__ int div_up(int a, int b) { return (a + b - 1) / b; }
+
+struct Count {
+  int m_pairs, n_tiles, odd, halves, total;
+};
+
+__host__ __device__ Count count_tasks(const TaskList& list, int count) {
+  Count c;
+  const bool wgrad = is_wgrad(list.kind);
+  const int m_tiles = div_up(wgrad ? list.m_extent : count, kTileM);
+  c.halves = list.kind == kWgradGateUp ? 2 : 1;
+  c.m_pairs = m_tiles / 2;
+  c.odd = m_tiles % 2;
+  c.n_tiles = div_up(list.n_extent, list.tile_n);
+  const bool none = wgrad && count == 0 && list.skip_empty;
+  c.total = none ? 0 : c.halves * (c.m_pairs * c.n_tiles + c.odd * div_up(c.n_tiles, 2));
+  return c;
+}
+
+__global__ void __launch_bounds__(kThreads) build_kernel(Lists lists, int experts, const int32_t* __restrict__ count_E,
+                                                         const int32_t* __restrict__ start_E) {
+  const TaskList& list = lists.list[blockIdx.y];
+  const int expert = blockIdx.x;
+  __shared__ int first_task;
+  if (threadIdx.x == 0) first_task = 0;
+  __syncthreads();
+  int before = 0;
+  for (int e = threadIdx.x; e < expert; e += kThreads) before += count_tasks(list, count_E[e]).total;
+  atomicAdd(&first_task, before);  // integers: the sum has no order
+  __syncthreads();
+  const int rows = count_E[expert];
+  const Count c = count_tasks(list, rows);
+  if (expert == experts - 1 && threadIdx.x == 0) *list.num_tasks = first_task + c.total;
+  const int per_half = c.total / c.halves;
+  for (int i = threadIdx.x; i < c.total; i += kThreads) {
+    const int half = i / per_half;
+    int j = i % per_half;
+    int m_pair, n_tile;
+    bool along_m = j < c.m_pairs * c.n_tiles;
+    if (along_m) {
+      const int group = j / (kGroupPairs * c.n_tiles);
+      const int in_group = min(kGroupPairs, c.m_pairs - group * kGroupPairs);
+      j -= group * kGroupPairs * c.n_tiles;
+      m_pair = group * kGroupPairs + j % in_group;
+      n_tile = j / in_group;
+    } else {
+      m_pair = c.m_pairs;
+      n_tile = 2 * (j - c.m_pairs * c.n_tiles);
+    }
+    Task task;
+    task.kind = list.kind;
+    task.pair = along_m ? kPairM : kPairN;
+    task.half = static_cast<uint8_t>(half);
+    task.unused = 0;
+    task.expert = expert;
+    const bool wgrad = is_wgrad(list.kind);
+    const int m0 = 2 * kTileM * m_pair;
+    task.row0 = start_E[expert] + (wgrad ? 0 : m0);
+    task.rows = wgrad ? rows : rows - m0;
+    task.m0 = wgrad ? m0 : 0;
+    task.n0 = n_tile * list.tile_n;
+    task.wait = -1;
+    task.signal = -1;
+    list.tasks[first_task + i] = task;
+  }
+}
+
+}  // namespace
+
+int64_t max_tasks(const LayerShape& shape, Kind kind, int tile_n, int m_extent, int n_extent) {
+  const int64_t n_tiles = (n_extent + tile_n - 1) / tile_n;
+  if (is_wgrad(kind)) {
+    const int64_t m_tiles = (m_extent + kTileM - 1) / kTileM;
+    return shape.experts * (kind == kWgradGateUp ? 2 : 1) * (m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2));
+  }
+  // Every expert may end in an odd tile, whose pairs along N round up once more.
+  return (shape.rows / kTileM * n_tiles + 1) / 2 + shape.experts;
+}
+
+Status build_tasks(const LayerShape& shape, const Plan& plan, const TaskList* lists, int num_lists, cudaStream_t stream) {
+  if (num_lists < 1 || num_lists > kNumKinds) return {"build_tasks: num_lists is " + std::to_string(num_lists)};
+  Lists all = {};
+  for (int i = 0; i < num_lists; ++i) all.list[i] = lists[i];
+  build_kernel<<<dim3(static_cast<unsigned>(shape.experts), static_cast<unsigned>(num_lists)), kThreads, 0, stream>>>(
+      all, static_cast<int>(shape.experts), plan.count_E, plan.start_E);
+  return launched("build_tasks");
+}
+
+}  // namespace moe

@@ -1,0 +1,153 @@
+"""The Hopper expert layer against FP32 and integer oracles, on a GPU of compute capability 9.0. See oracle.py."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU kernel tests drive the C library through torch")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import c_api  # noqa: E402
+import oracle  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)), reason="needs a GPU of sm_90"
+    ),
+    pytest.mark.skipif(not c_api.LIBRARY.exists(), reason=f"needs {c_api.LIBRARY.name}: build kernels_cuda first"),
+]
+
+BF16_TOLERANCE = 8e-3  # four BF16 roundings of 1.1e-3 rms each on the longest path, and no more
+
+
+def routing(rng, sizes, top_k, experts, tokens):
+    """Expert ids: exact group sizes with K = 1 (and one masked token), or random distinct experts with masked tokens."""
+    if sizes is not None:
+        ids = np.repeat(np.arange(len(sizes)), sizes)
+        ids = np.append(ids, -1)
+        return rng.permutation(ids).astype(np.int32)[:, None]
+    ids = np.argsort(rng.random((tokens, experts)) + np.linspace(0, 0.7, experts), axis=1)[:, :top_k].astype(np.int32)
+    ids[rng.random(tokens) < 0.05] = -1
+    return ids
+
+
+CASES = {
+    # name: (group sizes or None, K, E, T, D, F, activation)
+    "issue_sizes": ([162, 0, 257, 446, 0, 83], 1, 6, None, 328, 200, "swiglu"),
+    "tiny_groups": ([1, 31, 32, 33, 0, 127, 129], 1, 7, None, 264, 136, "swiglu_oai"),
+    "empty_first_and_last": ([0, 300, 0], 1, 3, None, 512, 384, "swiglu_clamped"),
+    "one_expert": ([385], 1, 1, None, 72, 520, "geglu"),
+    "all_empty": ([0, 0], 1, 2, None, 128, 256, "swiglu"),
+    "top_k": (None, 4, 16, 777, 448, 320, "swiglu"),
+    "many_experts": (None, 8, 64, 512, 256, 192, "swiglu"),
+    "deep": (None, 2, 8, 2048, 1032, 776, "swiglu"),
+    "single_token": ([1], 1, 1, None, 8, 8, "swiglu"),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return build(request.param)
+
+
+def build(name):
+    sizes, top_k, experts, tokens, d, f, act = CASES[name]
+    rng = np.random.default_rng(sorted(CASES).index(name))
+    ids = routing(rng, sizes, top_k, experts, tokens)
+    tokens = len(ids)
+    g = torch.Generator(device="cuda").manual_seed(len(name))
+    randn = lambda *shape: torch.randn(*shape, device="cuda", generator=g)  # noqa: E731
+    return {
+        "name": name, "act": act, "ids": ids, "tokens": tokens, "top_k": top_k, "experts": experts, "d": d, "f": f,
+        "expert": torch.tensor(ids, device="cuda"),
+        "x": randn(tokens, d).bfloat16(),
+        "weight": torch.rand(tokens, top_k, device="cuda", generator=g),
+        "w_gate_up": (2 * randn(experts, 2, f, d) / d**0.5).bfloat16(),
+        "w_down": (randn(experts, d, f) / f**0.5).bfloat16(),
+        "dy": randn(tokens, d).bfloat16(),
+    }  # fmt: skip
+
+
+def run(case, recompute=False, accumulate_into=None):
+    """Schedule, forward and backward on dirty memory. Returns a dict of tensors."""
+    layer = c_api.Layer(case["tokens"], case["top_k"], case["experts"], case["d"], case["f"], case["act"], recompute)
+    plan = layer.schedule(case["expert"], layer.new_plan())
+    y, dx = (c_api._dirty(case["x"].shape, torch.bfloat16) for _ in range(2))
+    gate_up = c_api._dirty((2, layer.rows, case["f"]), torch.bfloat16)
+    layer.soil()
+    layer.forward(case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], y, gate_up)
+    d_weight = c_api._dirty(case["weight"].shape, torch.float32)
+    if accumulate_into is None:
+        dws = [c_api._dirty(case[n].shape, torch.float32) for n in ("w_gate_up", "w_down")]
+    else:
+        dws = [t.clone() for t in accumulate_into]
+    layer.soil()
+    layer.backward(
+        case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], None if recompute else gate_up, dx, d_weight,
+        *dws, accumulate=accumulate_into is not None,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    return {
+        "plan": plan,
+        "y": y,
+        "gate_up": gate_up,
+        "dx": dx,
+        "d_weight": d_weight,
+        "dw_gate_up": dws[0],
+        "dw_down": dws[1],
+    }
+
+
+def errors(case, out) -> dict:
+    """Relative norms per tensor, and the worst over experts for weight gradients."""
+    y, dx, d_weight, dw_gate_up, dw_down = oracle.layer(
+        case["act"], case["x"], case["weight"], case["expert"], case["w_gate_up"], case["w_down"], case["dy"]
+    )
+    found = {name: oracle.relative(out[name], ref) for name, ref in (("y", y), ("dx", dx), ("d_weight", d_weight))}
+    for name, ref in (("dw_gate_up", dw_gate_up), ("dw_down", dw_down)):
+        per_expert = [oracle.relative(out[name][e], ref[e]) for e in range(case["experts"])]
+        found[name] = max(per_expert, key=lambda v: float("inf") if v != v else v)
+    return found
+
+
+@pytest.mark.parametrize("first_expert,capacity", [(0, 2**31 - 1), (0, 40), (1, 2**31 - 1)])
+def test_schedule_equals_a_stable_sort(case, first_expert, capacity):
+    layer = c_api.Layer(case["tokens"], case["top_k"], case["experts"], case["d"], case["f"])
+    plan = layer.schedule(case["expert"], layer.new_plan(), first_expert, capacity)
+    expected = oracle.plan(case["ids"], case["experts"], layer.rows, first_expert, capacity)
+    for name, want in expected.items():
+        np.testing.assert_array_equal(getattr(plan, name).cpu().numpy(), want, err_msg=name)
+
+
+def test_layer_matches_the_fp32_oracle_per_tensor_and_expert(case):
+    found = errors(case, run(case))
+    assert all(v <= BF16_TOLERANCE for v in found.values()), found
+
+
+def test_two_runs_on_dirty_memory_and_recompute_give_equal_bits(case):
+    first, second, third = run(case), run(case), run(case, recompute=True)
+    for name in ("y", "dx", "d_weight", "dw_gate_up", "dw_down"):
+        assert torch.equal(first[name], second[name]), name
+        assert torch.equal(first[name], third[name]), f"{name} with recompute"
+
+
+def test_padded_rows_of_gate_and_up_are_zero(case):
+    out = run(case)
+    padded = out["plan"].slot_M < 0
+    end = int((out["plan"].start_E + (out["plan"].count_E + 127) // 128 * 128).max())
+    assert (out["gate_up"][:, :end][:, padded[:end]] == 0).all()
+
+
+def test_accumulation_continues_from_the_buffer_and_leaves_empty_experts_alone(case):
+    plain = run(case)
+    start = [torch.randn_like(plain["dw_gate_up"]), torch.randn_like(plain["dw_down"])]
+    out = run(case, accumulate_into=start)
+    for name, before in zip(("dw_gate_up", "dw_down"), start, strict=True):
+        for e in range(case["experts"]):
+            assert oracle.relative(out[name][e], before[e] + plain[name][e]) < 1e-5, (name, e)
+            if (case["ids"] == e).sum() == 0:
+                assert torch.equal(out[name][e], before[e])
