@@ -34,9 +34,8 @@ def linear(x: jax.Array, w_OxI: jax.Array, b_O: jax.Array | None = None) -> jax.
         if leaf is not None and leaf.ndim != ndim:
             raise ValueError(f"{name} has shape {leaf.shape}; expected {ndim} axes: w is (O, I), b is (O,)")
     if x.ndim < 1 or x.shape[-1] != w_OxI.shape[1] or (b_O is not None and b_O.shape[0] != w_OxI.shape[0]):
-        raise ValueError(
-            f"x {x.shape}, w {w_OxI.shape} and b {None if b_O is None else b_O.shape} do not fit: (..., I), (O, I), (O,)"
-        )
+        shapes = f"x {x.shape}, w {w_OxI.shape}, b {None if b_O is None else b_O.shape}"
+        raise ValueError(f"{shapes} do not fit; expected x (..., I), w (O, I), b (O,) or None")
     return _linear(*vary_alike((x, w_OxI, b_O)))
 
 

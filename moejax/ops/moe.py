@@ -10,21 +10,31 @@ Letters: B batch, L sequence, T tokens of this rank, N tokens of its expert grou
 width, F expert width, E experts, M rows after dispatch.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.ops import backends
+from moejax.ops import backends, tokens
 from moejax.ops.backends import resolve_backend
 from moejax.ops.experts import ExpertWeights, add_copies, check_experts, prepare_experts
-from moejax.ops.schedule import Plan
+from moejax.ops.schedule import Plan, schedule
 from moejax.ops.spec import GATE_UP_NAME, MoESpec
 from moejax.ops.transport import gather_tokens, return_slots
 from moejax.ops.varying import vary_alike
 
-__all__ = ["ExpertWeights", "moe_ffn", "prepare_experts", "resolve_backend"]
+__all__ = [
+    "DispatchStats",
+    "ExpertWeights",
+    "moe_ffn",
+    "moe_layer",
+    "new_accumulator",
+    "prepare_experts",
+    "reduce_accumulator",
+    "resolve_backend",
+]
 
 
 def moe_ffn(
@@ -63,6 +73,121 @@ def moe_ffn(
     operands = vary_alike((x_TxD, weight_TxK, plan, experts, accumulator))
     y_TxD, accumulator = _ffn(spec, *operands)
     return y_TxD if accumulator is None else (y_TxD, accumulator)
+
+
+def moe_layer(
+    x_BxLxD: jax.Array,
+    weight_BxLxK: jax.Array,
+    expert_BxLxK: jax.Array,
+    experts: ExpertWeights,
+    spec: MoESpec,
+    accumulator: ExpertWeights | None = None,
+):
+    """The expert layer on arrays of the whole mesh: `schedule` and `moe_ffn`, inside the one `shard_map` they need.
+
+    Works without a mesh, under explicit and under automatic axes, and inside a `shard_map` of the caller's (as the local
+    view). Tokens are split over all axes of the mesh, experts over `spec.axis`. Outputs, dx, d_weight and expert
+    gradients have the same bits for every number of expert ranks.
+
+    Args:
+      x_BxLxD: FP32 or BF16 tokens.
+      weight_BxLxK, expert_BxLxK: FP32 combine weights and int32 expert ids (-1: masked), from `route`.
+      experts: from `prepare_experts`.
+      spec: from `moe_spec`.
+      accumulator: FP32 buffers from `new_accumulator`, used as in `moe_ffn`. Weight gradients then stay unreduced over
+        the replicas of the experts until `reduce_accumulator`.
+    Returns:
+      y_BxLxD in the dtype and sharding of x, and `DispatchStats`; with `accumulator` it comes back as third.
+    Raises:
+      TypeError, ValueError: an argument does not fit the spec, or the mesh does not.
+    """
+    _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec)
+    mesh = tokens.open_mesh(spec)
+    if mesh is None:
+        flat = [leaf.reshape(-1, leaf.shape[-1]) for leaf in (x_BxLxD, weight_BxLxK, expert_BxLxK)]
+        y_TxD, stats, accumulator = _local_layer(*flat, experts, accumulator, spec=spec, mesh=None)
+        y_BxLxD = y_TxD.reshape(x_BxLxD.shape)
+    else:
+        if spec.capacity_factor is not None and expert_BxLxK[..., 0].size % mesh.size:
+            raise ValueError(
+                f"{expert_BxLxK[..., 0].size} tokens do not split over {mesh.size} devices, and with capacity_factor the "
+                "padding would change what is dropped: use a multiple"
+            )
+        token_spec, expert_spec = jax.P(mesh.axis_names), jax.P(spec.axis)
+        buffer_spec = jax.P(_replica_axes(mesh, spec), spec.axis)
+        run = jax.shard_map(
+            functools.partial(_local_layer, spec=spec, mesh=mesh),
+            in_specs=(token_spec, token_spec, token_spec, expert_spec, buffer_spec),
+            out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P()), buffer_spec),
+        )
+        y_TxD, stats, accumulator = run(
+            tokens.split(x_BxLxD, 2, mesh, fill=0),
+            tokens.split(weight_BxLxK, 2, mesh, fill=0),
+            tokens.split(expert_BxLxK, 2, mesh, fill=-1),
+            tokens.reshard(experts, expert_spec, mesh),
+            accumulator,
+        )
+        y_BxLxD = tokens.merge(y_TxD, x_BxLxD, 2, mesh)
+    return (y_BxLxD, stats) if accumulator is None else (y_BxLxD, stats, accumulator)
+
+
+def new_accumulator(experts: ExpertWeights, spec: MoESpec) -> ExpertWeights:
+    """FP32 zeros for `moe_layer(accumulator=…)`: the masters' shapes behind a leading axis of their replicas on the mesh.
+
+    That axis is sharded over the axes the experts are replicated over, so a device holds one copy, its own.
+    """
+    mesh = tokens.open_mesh(spec)
+    replicas = 1 if mesh is None else mesh.size // spec.ranks
+
+    def zeros(leaf):
+        shape = (replicas, *leaf.shape)
+        if mesh is None:
+            return jnp.zeros(shape, jnp.float32)
+        return tokens.zeros(shape, jax.P(_replica_axes(mesh, spec), spec.axis), mesh)
+
+    return jax.tree.map(zeros, experts.masters())
+
+
+def reduce_accumulator(accumulator: ExpertWeights) -> ExpertWeights:
+    """Sums the replicas' weight gradients: once per optimizer step, after the last micro-batch."""
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), accumulator)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchStats:
+    """Rows of every expert, over the whole mesh. All int32; sums, so they add over micro-batches.
+
+    Attributes:
+      routed_E: slots that chose the expert.
+      count_E: of these, the ones within capacity: what it computed.
+      dropped: slots over capacity, all experts.
+    """
+
+    routed_E: jax.Array
+    count_E: jax.Array
+    dropped: jax.Array
+
+
+def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, mesh):
+    plan = schedule(expert_TxK, spec)
+    if accumulator is None:
+        y_TxD = moe_ffn(x_TxD, weight_TxK, plan, experts, spec)
+    else:
+        mine = jax.tree.map(lambda leaf: leaf[0], accumulator)  # the replica axis has one entry on each device
+        y_TxD, mine = moe_ffn(x_TxD, weight_TxK, plan, experts, spec, accumulator=mine)
+        accumulator = jax.tree.map(lambda leaf: leaf[None], mine)
+    stats = DispatchStats(plan.routed_E, plan.count_E, jnp.sum(plan.routed_E - plan.count_E))
+    if mesh is not None:
+        replica_axes, every_axis = _replica_axes(mesh, spec), mesh.axis_names
+        axes = DispatchStats(routed_E=replica_axes, count_E=replica_axes, dropped=every_axis)
+        stats = DispatchStats(**{name: jax.lax.psum(getattr(stats, name), getattr(axes, name)) for name in vars(axes)})
+    return y_TxD, stats, accumulator
+
+
+def _replica_axes(mesh, spec: MoESpec) -> tuple[str, ...]:
+    """The axes experts are replicated over."""
+    return tuple(name for name in mesh.axis_names if name != spec.axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -142,17 +267,27 @@ def _sum_slots(value_TxKxD: jax.Array, weight_TxK: jax.Array | None = None) -> j
     return total_TxD
 
 
+def _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec):
+    batch = x_BxLxD.shape[:2]
+    expected = {"x": (*batch, spec.d_model), "weight": (*batch, spec.top_k), "expert": (*batch, spec.top_k)}
+    for name, leaf in {"x": x_BxLxD, "weight": weight_BxLxK, "expert": expert_BxLxK}.items():
+        if leaf.ndim != 3 or leaf.shape != expected[name]:
+            letters = "(B, L, D)" if name == "x" else "(B, L, K)"
+            raise ValueError(f"{name} has shape {leaf.shape}; expected {letters} = {expected[name]}")
+    check_experts(experts, spec)
+
+
 def _check_arguments(x_TxD, weight_TxK, plan, experts, spec, accumulator):
-    tokens = plan.row_TxK.shape[0] // spec.ranks
-    if x_TxD.shape != (tokens, spec.d_model):
+    tokens_here = plan.row_TxK.shape[0] // spec.ranks
+    if x_TxD.shape != (tokens_here, spec.d_model):
         raise ValueError(
-            f"x has shape {x_TxD.shape}; expected (T, D) = ({tokens}, {spec.d_model}): T as in the plan, D = d_model of the spec"
+            f"x has shape {x_TxD.shape}; expected (T, D) = ({tokens_here}, {spec.d_model}), T of the plan, D of the spec"
         )
     if x_TxD.dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"x is {x_TxD.dtype}; expected float32 or bfloat16")
-    if weight_TxK.shape != (tokens, spec.top_k) or weight_TxK.dtype != jnp.float32:
+    if weight_TxK.shape != (tokens_here, spec.top_k) or weight_TxK.dtype != jnp.float32:
         raise ValueError(
-            f"weight is {weight_TxK.dtype}{weight_TxK.shape}; expected float32 (T, K) = ({tokens}, {spec.top_k})"
+            f"weight is {weight_TxK.dtype}{weight_TxK.shape}; expected float32 (T, K) = ({tokens_here}, {spec.top_k})"
         )
     check_experts(experts, spec)
     rows_E = plan.count_E.shape[0]
