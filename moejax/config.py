@@ -143,7 +143,10 @@ class DataConfig:
         "stdlib", "'stdlib' (Python's own sources), or a folder or file of text, .jsonl or prepared tokens"
     )
     text_key: str = _field("text", "the field that holds the text in JSONL records")
-    tokenizer: str = _field("byte", "'byte', 'bpe' (trained on the source), or a path to a tokenizer.json")
+    tokenizer: str = _field(
+        "byte",
+        "'byte', 'bpe' (trained on the source), or the path of a tokenizer.json; prepared tokens bring their own",
+    )
     vocab_size: int = _field(4096, "vocabulary to train when tokenizer is 'bpe'; ignored otherwise", low=259)
     cache_dir: str = _field(".cache/data", "folder for tokenised, memory-mapped data, keyed by content", numerics=False)
     seed: int = _field(0, "seed of the epoch permutations", low=0)
