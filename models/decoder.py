@@ -5,7 +5,7 @@ Leading dense layers (optional), then MoE layers; the parameters of each kind ar
 neighbours (`moe.bf16_layers`, hash layers) are scanned in segments of the stack.
 
 Letters: B batch, L sequence, S cached positions, D model width, V vocabulary, C key/value heads, H head width,
-P rotated pairs, K experts per token, N layers of a stack.
+K experts per token, N layers of a stack.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from moejax.nn.moe import current_mesh
 from moejax.nn.param import declare
 from moejax.nn.remat import remat
 from moejax.nn.stack import make_stack, split_stack
-from moejax.ops.rope import rope_angles
-from moejax.ops.routing import RouterStats
+from moejax.ops.balance import RouterStats
+from moejax.ops.rope import rope_turns
 from moejax.ops.spec import MoESpec, moe_spec
 
 
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
     token_BxL: jax.Array
     segment_BxL: jax.Array
-    angle_BxLxP: jax.Array
+    turns: tuple[jax.Array, jax.Array]  # of `rope_turns`
 
 
 class Cache(NamedTuple):
@@ -63,11 +63,11 @@ class Block(nnx.Module):
             self.moe = MoE(model.d_model, config.moe, spec=spec, rngs=rngs)
 
     def __call__(self, x_BxLxD, tokens: Tokens, spec=None, copies=None, hash_table_VxK=None):
-        x_BxLxD += self.attention(self.attention_norm(x_BxLxD), tokens.angle_BxLxP, tokens.segment_BxL)
+        x_BxLxD += self.attention(self.attention_norm(x_BxLxD), tokens.turns, tokens.segment_BxL)
         return self.feed(x_BxLxD, tokens, spec, copies, hash_table_VxK)
 
     def decode(self, x_BxLxD, tokens: Tokens, position, cache, spec=None, copies=None, hash_table_VxK=None):
-        mixed_BxLxD, cache = self.attention.decode(self.attention_norm(x_BxLxD), tokens.angle_BxLxP, position, cache)
+        mixed_BxLxD, cache = self.attention.decode(self.attention_norm(x_BxLxD), tokens.turns, position, cache)
         x_BxLxD, _ = self.feed(x_BxLxD + mixed_BxLxD, tokens, spec, copies, hash_table_VxK)
         return x_BxLxD, cache
 
@@ -143,7 +143,7 @@ class Decoder(nnx.Module):
             segment_BxL = jnp.ones_like(token_BxL)
         if position_BxL is None:
             position_BxL = jnp.broadcast_to(jnp.arange(token_BxL.shape[1], dtype=jnp.int32), token_BxL.shape)
-        tokens = Tokens(token_BxL, segment_BxL, self._angles(position_BxL))
+        tokens = Tokens(token_BxL, segment_BxL, self._turns(position_BxL))
         x_BxLxD = self.embedding(token_BxL)
         if self.dense_layers is not None:
             graphdef, state = nnx.split(self.dense_layers)
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
           hidden_BxLxD, and the cache with these tokens added.
         """
         position_BxL = jnp.broadcast_to(position + jnp.arange(token_BxL.shape[1], dtype=jnp.int32), token_BxL.shape)
-        tokens = Tokens(token_BxL, jnp.ones_like(token_BxL), self._angles(position_BxL))
+        tokens = Tokens(token_BxL, jnp.ones_like(token_BxL), self._turns(position_BxL))
         x_BxLxD = self.embedding(token_BxL)
         dense = self.config.model.dense_layers
         sizes = [dense] * bool(dense) + [segment.layers for segment in self.segments]
@@ -221,9 +221,9 @@ class Decoder(nnx.Module):
         cache = Cache(*jax.tree.map(lambda *parts: jnp.concatenate(parts), *done))
         return self.norm(x_BxLxD), cache
 
-    def _angles(self, position_BxL):
+    def _turns(self, position_BxL):
         model = self.config.model
-        return rope_angles(position_BxL, model.head_dim, model.rope_theta, model.rope_fraction)
+        return rope_turns(position_BxL, model.head_dim, model.rope_theta, model.rope_fraction)
 
     def _run(self, block, x_BxLxD, layers):
         """Applies `block` to each layer of a stack, under the remat policy; stacks what it returns beside x."""

@@ -9,7 +9,7 @@ import pytest
 
 from moejax.ops.attention import _spans, attend, attention
 from moejax.ops.norm import rms_norm
-from moejax.ops.rope import rope_angles, rotate
+from moejax.ops.rope import rope_turns, rotate
 from tests.tracing import shapes
 
 B, L, N, C, H = 2, 45, 6, 3, 8
@@ -22,7 +22,7 @@ def relative(got, want):
 
 def arrays(seed=0, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = [(B, L, N, H), (B, L, C, H), (B, L, C, H), (B, L, N, H)]
+    shapes = [(B, L, N, H), (B, L, C, H), (B, L, C, H), (B, L, N * H)]
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
@@ -36,6 +36,7 @@ def packed_segments():
 def oracle(q, k, v, segment, d_out):
     """FP64 output and gradients, one query at a time, by the chain rule of softmax."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    d_out = d_out.reshape(q.shape)
     out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     scale = 1 / np.sqrt(q.shape[-1])
     for b in range(q.shape[0]):
@@ -52,7 +53,7 @@ def oracle(q, k, v, segment, d_out):
                 dq[b, i, n] = ds @ k[b, seen, c]
                 dk[b, seen, c] += np.outer(ds, q[b, i, n])
                 dv[b, seen, c] += np.outer(p, d_out[b, i, n])
-    return out, dq, dk, dv
+    return out.reshape(*out.shape[:2], -1), dq, dk, dv
 
 
 def with_gradients(q, k, v, segment, d_out, block):
@@ -110,7 +111,7 @@ def test_kv_heads_that_do_not_divide_are_refused():
 def test_rope_turns_pairs_of_halves_by_position_times_frequency():
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 12))
     position = np.array([[0, 5, 4000]])
-    got = rotate(jnp.asarray(x, jnp.float32), rope_angles(jnp.asarray(position), 12, theta=1e4, fraction=0.5))
+    got = rotate(jnp.asarray(x, jnp.float32), rope_turns(jnp.asarray(position), 12, theta=1e4, fraction=0.5))
     want = x.copy()
     for i in range(3):  # 6 of 12 dimensions turn: pairs (0, 3), (1, 4), (2, 5)
         angle = (position[0] * 1e4 ** (-2 * i / 6))[:, None]
@@ -125,7 +126,7 @@ def test_rope_turns_pairs_of_halves_by_position_times_frequency():
 def test_rope_scores_depend_on_the_distance_only():
     q, k = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
     score = [
-        float(jnp.sum(rotate(q, rope_angles(jnp.array([[p + 3]]), 16)) * rotate(k, rope_angles(jnp.array([[p]]), 16))))
+        float(jnp.sum(rotate(q, rope_turns(jnp.array([[p + 3]]), 16)) * rotate(k, rope_turns(jnp.array([[p]]), 16))))
         for p in (0, 11, 200)
     ]
     np.testing.assert_allclose(score, score[0], rtol=2e-5)
@@ -134,7 +135,7 @@ def test_rope_scores_depend_on_the_distance_only():
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.5])
 def test_rope_fractions_that_rotate_no_whole_pairs_are_refused(fraction):
     with pytest.raises(ValueError, match="rope_fraction"):
-        rope_angles(jnp.zeros((1, 1), jnp.int32), 10, fraction=fraction)
+        rope_turns(jnp.zeros((1, 1), jnp.int32), 10, fraction=fraction)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])

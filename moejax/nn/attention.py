@@ -1,6 +1,6 @@
 """Grouped-query attention with RoPE and optional norms of queries and keys.
 
-Letters: B batch, L sequence, S cached positions, D model width, N query heads, C key/value heads, H head width, P rotated pairs.
+Letters: B batch, L sequence, S cached positions, D model width, N query heads, C key/value heads, H head width.
 """
 
 import jax
@@ -47,13 +47,25 @@ class Attention(nnx.Module):
         self.qk_norm = config.qk_norm
         self.head_dim = head_dim
 
-    def __call__(self, x_BxLxD: jax.Array, angle_BxLxP: jax.Array, segment_BxL: jax.Array) -> jax.Array:
-        """Attention output before the residual is added: (B, L, D) in the dtype of x."""
+    def __call__(self, x_BxLxD: jax.Array, turns: tuple[jax.Array, jax.Array], segment_BxL: jax.Array) -> jax.Array:
+        """Attention output before the residual is added.
+
+        Args:
+          x_BxLxD: FP32 or BF16.
+          turns: of `rope_turns`, for the position of each token in its document.
+          segment_BxL: int32 document of each token.
+        Returns:
+          (B, L, D) in the dtype of x.
+        """
         with jax.named_scope("attention"):
-            return self._out(attention(*self._project(x_BxLxD, angle_BxLxP), segment_BxL))
+            return linear(attention(*self._project(x_BxLxD, turns), segment_BxL), self.w_o[...])
 
     def decode(
-        self, x_BxLxD: jax.Array, angle_BxLxP: jax.Array, position: jax.Array, cache: tuple[jax.Array, jax.Array]
+        self,
+        x_BxLxD: jax.Array,
+        turns: tuple[jax.Array, jax.Array],
+        position: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The same for the positions `position` to `position + L - 1` of one document, with keys and values of the earlier ones.
 
@@ -63,16 +75,16 @@ class Attention(nnx.Module):
         Returns:
           (B, L, D), and the cache with the new keys and values written.
         """
-        q, k, v = self._project(x_BxLxD, angle_BxLxP)
+        q, k, v = self._project(x_BxLxD, turns)
         k_cache, v_cache = (
             jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, axis=1)
             for old, new in zip(cache, (k, v), strict=True)
         )
         query_L = position + jnp.arange(x_BxLxD.shape[1])
         seen_LxS = jnp.arange(k_cache.shape[1]) <= query_L[:, None]
-        return self._out(attend(q, k_cache, v_cache, seen_LxS)), (k_cache, v_cache)
+        return linear(attend(q, k_cache, v_cache, seen_LxS), self.w_o[...]), (k_cache, v_cache)
 
-    def _project(self, x_BxLxD, angle_BxLxP):
+    def _project(self, x_BxLxD, turns):
         q = _linear(x_BxLxD, self.w_q, self.b_q)
         k = _linear(x_BxLxD, self.w_k, self.b_k)
         v = _linear(x_BxLxD, self.w_v, self.b_v)
@@ -81,10 +93,7 @@ class Attention(nnx.Module):
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, angle_BxLxP), rotate(k, angle_BxLxP), v
-
-    def _out(self, x_BxLxNxH):
-        return _linear(x_BxLxNxH.reshape(*x_BxLxNxH.shape[:2], -1), self.w_o, None)
+        return rotate(q, turns), rotate(k, turns), v
 
 
 def _linear(x, w, b):

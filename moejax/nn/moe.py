@@ -4,6 +4,7 @@ It holds parameters and calls `moejax.ops`: `routing.py` chooses, `schedule.py` 
 Letters: B batch, L sequence, D model width, F expert width, E experts, K experts per token, V vocabulary.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ from flax import nnx
 from moejax.config import Config, ModelConfig, MoEConfig
 from moejax.nn import param
 from moejax.nn.layers import MLP, compute_dtype
+from moejax.ops.balance import RouterStats
 from moejax.ops.experts import ExpertWeights, prepare_experts
 from moejax.ops.linear import linear
 from moejax.ops.moe import moe_layer
-from moejax.ops.routing import RouterStats, route, router_logits
+from moejax.ops.routing import route, router_logits
 from moejax.ops.spec import MoESpec, moe_spec
 
 
@@ -132,10 +134,12 @@ class MoE(nnx.Module):
         spec = spec or self.spec
         bias_E = None if self.select_bias is None else self.select_bias[...]
         router_bias_E = None if self.b_router is None else self.b_router[...]
-        logits_BxLxE = router_logits(x_BxLxD, self.w_router[...], router_bias_E)
+        # Under checkpoint the residual is x in its own dtype, not an FP32 copy of it.
+        logits_BxLxE = jax.checkpoint(router_logits)(x_BxLxD, self.w_router[...], router_bias_E)
         weight_BxLxK, expert_BxLxK, stats = route(logits_BxLxE, bias_E, spec, mask_BxL, token_BxL, hash_table_VxK)
         experts = self._prepared(spec, copies)
-        y_BxLxD, _ = moe_layer(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec)
+        y_BxLxD, dispatched = moe_layer(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec)
+        stats = dataclasses.replace(stats, dropped=dispatched.dropped)
         if self.shared is not None:
             y_BxLxD += self._gate(x_BxLxD) * self.shared(x_BxLxD)
         return y_BxLxD, stats

@@ -41,7 +41,7 @@ def attention(
       implementation: "xla" is the blocked form below, on every platform; "cudnn" is NVIDIA's fused kernel through
         `jax.nn.dot_product_attention`, 16-bit inputs only. None: "cudnn" where it can run, else "xla".
     Returns:
-      out_BxLxNxH in the dtype of q.
+      out_BxLxNH in the dtype of q, heads joined as the output projection reads them.
     Raises:
       ValueError: the number of key/value heads does not divide the number of query heads.
     """
@@ -52,20 +52,21 @@ def attention(
         implementation = "cudnn" if _cudnn_can_run(q_BxLxNxH) else "xla"
     if implementation == "cudnn":
         same_BxLxL = segment_BxL[:, :, None] == segment_BxL[:, None, :]
-        return jax.nn.dot_product_attention(
+        out_BxLxNxH = jax.nn.dot_product_attention(
             q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, mask=same_BxLxL[:, None], is_causal=True, implementation="cudnn"
         )
+        return out_BxLxNxH.reshape(*out_BxLxNxH.shape[:2], -1)
     return _blocked(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block)
 
 
 def attend(q_BxLxNxH: jax.Array, k_BxSxCxH: jax.Array, v_BxSxCxH: jax.Array, seen_LxS: jax.Array) -> jax.Array:
-    """Attention of a few queries to a cache of keys, for decoding: `seen_LxS` says which keys a query sees."""
+    """Attention of a few queries to a cache of keys, for decoding: `seen_LxS` says which keys a query sees. Returns (B, L, N H)."""
     batch, length, heads, head_dim = q_BxLxNxH.shape
     q = q_BxLxNxH.reshape(batch, length, k_BxSxCxH.shape[2], -1, head_dim)
     score = jnp.einsum("blcgh,bsch->bcgls", q, k_BxSxCxH, preferred_element_type=jnp.float32) * head_dim**-0.5
     p = jax.nn.softmax(jnp.where(seen_LxS, score, MASKED), axis=-1).astype(v_BxSxCxH.dtype)
     out = jnp.einsum("bcgls,bsch->blcgh", p, v_BxSxCxH, preferred_element_type=jnp.float32)
-    return out.reshape(q_BxLxNxH.shape).astype(q_BxLxNxH.dtype)
+    return out.reshape(batch, length, -1).astype(q_BxLxNxH.dtype)
 
 
 def _cudnn_can_run(q_BxLxNxH) -> bool:
@@ -93,17 +94,21 @@ def _blocked_forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
         return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
 
     outs = [_over_blocks(one_block, *span) for span in _spans(length, block)]
-    out_BxCxGxLxH = checkpoint_name(jnp.concatenate([out for out, _ in outs], axis=3), OUT_NAME)
+    # Kept as the caller gets it, so that this residual and the input of the output projection are one array.
+    out_BxLxNH = checkpoint_name(_heads_last(jnp.concatenate([out for out, _ in outs], axis=3)), OUT_NAME)
     lse_BxCxGxL = checkpoint_name(jnp.concatenate([lse for _, lse in outs], axis=3), LSE_NAME)
-    residuals = (q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxCxGxLxH, lse_BxCxGxL)
-    return _heads_last(out_BxCxGxLxH), residuals
+    residuals = (q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxLxNH, lse_BxCxGxL)
+    return out_BxLxNH, residuals
 
 
-def _blocked_backward(block, residuals, d_out_BxLxNxH):
-    q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxCxGxLxH, lse_BxCxGxL = residuals
+def _blocked_backward(block, residuals, d_out_BxLxNH):
+    q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxLxNH, lse_BxCxGxL = residuals
     q_BxCxGxLxH, k_BxCxLxH, v_BxCxLxH = _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH)
     batch, length, _, head_dim = q_BxLxNxH.shape
-    d_out_BxCxGxLxH = d_out_BxLxNxH.reshape(batch, length, *q_BxCxGxLxH.shape[1:3], head_dim).transpose(0, 2, 3, 1, 4)
+    d_out_BxCxGxLxH, out_BxCxGxLxH = (
+        x.reshape(batch, length, *q_BxCxGxLxH.shape[1:3], head_dim).transpose(0, 2, 3, 1, 4)
+        for x in (d_out_BxLxNH, out_BxLxNH)
+    )
     delta_BxCxGxL = jnp.sum(d_out_BxCxGxLxH.astype(jnp.float32) * out_BxCxGxLxH.astype(jnp.float32), axis=-1)
     dtype = q_BxLxNxH.dtype
 
@@ -127,7 +132,8 @@ def _blocked_backward(block, residuals, d_out_BxLxNxH):
         grow = [(0, 0), (0, 0), (0, length - keys), (0, 0)]
         dk, dv = dk + jnp.pad(dk_part, grow), dv + jnp.pad(dv_part, grow)
     dk_BxLxCxH, dv_BxLxCxH = (x.transpose(0, 2, 1, 3).astype(dtype) for x in (dk, dv))
-    return _heads_last(jnp.concatenate(dq, axis=3)), dk_BxLxCxH, dv_BxLxCxH, None
+    dq_BxLxNxH = _heads_last(jnp.concatenate(dq, axis=3)).reshape(q_BxLxNxH.shape)
+    return dq_BxLxNxH, dk_BxLxCxH, dv_BxLxCxH, None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -182,4 +188,4 @@ def _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH):
 
 def _heads_last(x_BxCxGxLxH):
     batch, kv_heads, group, length, head_dim = x_BxCxGxLxH.shape
-    return x_BxCxGxLxH.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, head_dim)
+    return x_BxCxGxLxH.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group * head_dim)

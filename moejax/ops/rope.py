@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def rope_angles(position_BxL: jax.Array, head_dim: int, theta: float = 1.0e4, fraction: float = 1.0) -> jax.Array:
-    """Angles of every position, computed once per forward and shared by all layers.
+def rope_turns(
+    position_BxL: jax.Array, head_dim: int, theta: float = 1.0e4, fraction: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position's angles, computed once per forward and shared by all layers.
 
     Args:
       position_BxL: int32 positions; they restart at 0 in each document.
@@ -18,7 +20,7 @@ def rope_angles(position_BxL: jax.Array, head_dim: int, theta: float = 1.0e4, fr
       theta: base of the frequencies; pair i turns by theta^(-i / P) per position.
       fraction: share of each head that is rotated, from its start; the rest passes through.
     Returns:
-      FP32 angle_BxLxP in radians, P = fraction * H / 2.
+      FP32 cos_BxLx1xP and sin_BxLx1xP, P = fraction * H / 2; the axis of 1 is that of the heads.
     Raises:
       ValueError: the rotated width is not a positive even number.
     Source: RoFormer, arXiv 2104.09864, eq. 15.
@@ -31,13 +33,14 @@ def rope_angles(position_BxL: jax.Array, head_dim: int, theta: float = 1.0e4, fr
         )
     # FP64 on the host: exponents in FP32 lose a position per million at the low frequencies.
     frequency_P = theta ** (-np.arange(0, int(width), 2, dtype=np.float64) / width)
-    return position_BxL[..., None].astype(jnp.float32) * jnp.asarray(frequency_P, jnp.float32)
+    angle_BxLx1xP = position_BxL[..., None, None].astype(jnp.float32) * jnp.asarray(frequency_P, jnp.float32)
+    return jnp.cos(angle_BxLx1xP), jnp.sin(angle_BxLx1xP)
 
 
-def rotate(x_BxLxNxH: jax.Array, angle_BxLxP: jax.Array) -> jax.Array:
+def rotate(x_BxLxNxH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the first 2P dimensions of each head; FP32 inside, the input's dtype outside."""
-    pairs = angle_BxLxP.shape[-1]
-    cos, sin = jnp.cos(angle_BxLxP)[:, :, None], jnp.sin(angle_BxLxP)[:, :, None]
+    cos, sin = turns
+    pairs = cos.shape[-1]
     first, second, rest = jnp.split(x_BxLxNxH, [pairs, 2 * pairs], axis=-1)
     first32, second32 = first.astype(jnp.float32), second.astype(jnp.float32)
     turned = [first32 * cos - second32 * sin, second32 * cos + first32 * sin]
