@@ -58,7 +58,8 @@ def list_gemms(program: jax.extend.core.ClosedJaxpr, only: str | None = None) ->
       ValueError: `only` matches no layer.
     """
     found: collections.Counter = collections.Counter()
-    _walk(program.jaxpr, [False] * len(program.jaxpr.invars), "", 1, False, found)
+    jaxpr = _opened(program)
+    _walk(jaxpr, [False] * len(jaxpr.invars), "", 1, False, found)
     gemms = [dataclasses.replace(gemm, count=count) for gemm, count in found.items()]
     if only is None:
         return gemms
@@ -126,20 +127,20 @@ def _inner(eqn, operands, scope, times, again, found) -> list[bool] | None:
     if name == "scan":
         if not _REGION.search(scope):
             times = times * params["length"]
-        consts, carry = params["num_consts"], params["num_carry"]
-        body = params["jaxpr"].jaxpr
+        consts, carry = _scan_sizes(params)
+        body = _opened(params["jaxpr"])
         return _fixpoint(body, operands, consts, consts + carry, carry, scope, times, again, found)
     if name == "while":
         cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
-        body = params["body_jaxpr"].jaxpr
+        body = _opened(params["body_jaxpr"])
         inputs = operands[cond_consts:]
         return _fixpoint(body, inputs, body_consts, len(inputs), len(inputs) - body_consts, scope, times, again, found)
     if name == "cond":
-        results = [_walk(b.jaxpr, operands[1:], scope, times, again, found) for b in params["branches"]]
+        results = [_walk(_opened(b), operands[1:], scope, times, again, found) for b in params["branches"]]
         return [any(column) for column in zip(*results)]
     again = again or (name in ("remat2", "checkpoint") and params.get("differentiated", False))
     for value in params.values():
-        inner = value.jaxpr if isinstance(value, jax.extend.core.ClosedJaxpr) else value
+        inner = _opened(value)
         if isinstance(inner, jax.extend.core.Jaxpr) and len(inner.invars) == len(operands):
             return _walk(inner, operands, scope, times, again, found)
     return None
@@ -183,6 +184,19 @@ def _layer(scope: str) -> str:
     parts = [part for part in _TRANSFORM.sub("", scope).split("/") if part]
     half = len(parts) // 2
     return ".".join(parts[:half] if half and parts[:half] == parts[half:] else parts)
+
+
+def _scan_sizes(params) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a scan: two parameters in jax 0.11, one structure in 0.12."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = map(len, params["ft_in"].unpack())
+    return consts, carry
+
+
+def _opened(value):
+    """The jaxpr inside a closed one; anything else as it is."""
+    return getattr(value, "jaxpr", value)
 
 
 def _is_e4m3(atom) -> bool:
