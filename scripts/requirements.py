@@ -18,7 +18,7 @@ def main(argument: str) -> None:
         return
     extras = PROJECT["project"]["optional-dependencies"]
     # An isolated build gets CMake and Ninja where the system has none; ours is not isolated, so they are named here.
-    lines = [requirement for requirement in build if not requirement.startswith("jaxlib")] + ["cmake>=3.24", "ninja"]
+    lines = [requirement for requirement in build if not requirement.startswith("jaxlib")] + ["cmake>=3.26", "ninja"]
     lines += PROJECT["project"]["dependencies"]
     for extra in argument.split(","):
         lines += extras[extra]
