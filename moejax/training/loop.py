@@ -44,7 +44,7 @@ def fit(
     """
     total, first = config.training.steps, int(state.step)
     every = config.checkpoint.every_steps
-    started = time.monotonic()
+    started = 0.0
 
     def finish(metrics: dict[str, jax.Array], number: int) -> None:
         """Waits for a step and writes it down. One step behind the device, so that it never waits for us."""
@@ -68,6 +68,7 @@ def fit(
                 0, state, batches.get_state()
             )  # a full disk shows before the first step, not after the hundredth
         pending = None
+        started = time.monotonic()
         for number in range(first + 1, total + 1):
             batch = split_batch(next(batches), config.training.micro_batches)
             state, metrics = step_fn(state, batch)

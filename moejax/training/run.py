@@ -74,6 +74,10 @@ class RunFolder:
         os.replace(temporary, path)
         return path
 
+    def write_summary(self, values: dict[str, Any]) -> None:
+        """Marks the run as finished."""
+        self.write("summary.json", json.dumps(values, indent=2) + "\n")
+
     def _check_or_store(self, config: Config) -> None:
         stored = self.path / "config.yaml"
         started = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())

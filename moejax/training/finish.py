@@ -1,0 +1,35 @@
+"""After the last step: held-out loss, a sample, the summary and the report."""
+
+from typing import Any
+
+from moejax.config import Config
+from moejax.data import Dataset, heldout_batches
+from moejax.training.evaluate import evaluate
+from moejax.training.metrics import read_records
+from moejax.training.report import report_html, summary, summary_text
+from moejax.training.run import RunFolder
+from moejax.training.state import Skeleton, TrainState, parameter_counts
+
+
+def finish(run: RunFolder, config: Config, dataset: Dataset, skeleton: Skeleton, state: TrainState) -> dict[str, Any]:
+    """Scores the held-out text, writes a sample, `summary.json` and `report.html`, and prints what matters of them.
+
+    `summary.json` is written last: it says that the run has finished.
+    """
+    print(f"scoring {dataset.heldout.num_bytes:,} held-out bytes")
+    held_out = evaluate(skeleton, state, heldout_batches(dataset, config), dataset.heldout.num_bytes, config)
+    records = list(read_records(run.metrics))
+    values = summary(records, held_out, *parameter_counts(state.params, config))
+    sample = ""
+    if config.log.sample_tokens:
+        from moejax.generate import generate_text
+
+        model = skeleton.merge(state.params, state.router_bias)
+        sample = generate_text(model, dataset.tokenizer, config.log.sample_prompt, config.log.sample_tokens)
+        run.write("sample.txt", sample)
+        print(f"sample:\n{sample}\n")
+    config_text = (run.path / "config.yaml").read_text(encoding="utf-8")
+    report = run.write("report.html", report_html(records, values, sample, config_text, run.path.name))
+    run.write_summary(values)
+    print(f"{summary_text(values)}\nreport: {report}")
+    return values
