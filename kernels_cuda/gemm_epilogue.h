@@ -10,7 +10,7 @@
 
 namespace moe {
 
-template <class Isa, class Config>
+template <class Isa, class Config, bool kPlain>
 struct Epilogue {
   uint32_t staging;    // two panels
   uint32_t barrier;    // named barrier of this warpgroup
@@ -116,8 +116,8 @@ struct Epilogue {
         uint32_t panel = acquire_staging();
         stage_bf16(panel, [&](int jj, int i) {
           uint32_t g = gate[4 * jj + i], u = up[4 * jj + i];
-          return Isa::pack_bf16(activation_forward<Isa>(Isa::bf16_lo(g), Isa::bf16_lo(u), args.act),
-                                activation_forward<Isa>(Isa::bf16_hi(g), Isa::bf16_hi(u), args.act));
+          return Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(g), Isa::bf16_lo(u), args.act),
+                                activation_forward<kPlain, Isa>(Isa::bf16_hi(g), Isa::bf16_hi(u), args.act));
         });
         publish_staging();
         if (leader) {
@@ -158,23 +158,18 @@ struct Epilogue {
         for (int i = 0; i < 4; ++i) {
           const int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
           const int half = i % 2;
-          float dg[2], du[2], wh[2];
-          MOE_UNROLL
-          for (int v = 0; v < 2; ++v) {
-            float g = v ? Isa::bf16_hi(gate[i]) : Isa::bf16_lo(gate[i]);
-            float u = v ? Isa::bf16_hi(up[i]) : Isa::bf16_lo(up[i]);
-            ActivationGrad grad = activation_backward<Isa>(g, u, args.act);
-            float h = Isa::bf16_lo(Isa::pack_bf16(grad.h, 0.0f));  // the forward's operand
-            float dh0 = acc[at + v];
-            dot[half] = Isa::fma(h, dh0, dot[half]);
-            float dh = Isa::mul(weight[half], dh0);
-            dg[v] = Isa::mul(dh, grad.d_gate);
-            du[v] = Isa::mul(dh, grad.d_up);
-            wh[v] = Isa::mul(weight[half], h);
-          }
-          gate[i] = live[half] ? Isa::pack_bf16(dg[0], dg[1]) : 0u;
-          up[i] = live[half] ? Isa::pack_bf16(du[0], du[1]) : 0u;
-          scaled[i] = live[half] ? Isa::pack_bf16(wh[0], wh[1]) : 0u;
+          const ActivationGrad lo = activation_backward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act);
+          const ActivationGrad hi = activation_backward<kPlain, Isa>(Isa::bf16_hi(gate[i]), Isa::bf16_hi(up[i]), args.act);
+          const uint32_t h = Isa::pack_bf16(lo.h, hi.h);  // the forward's operand
+          dot[half] = Isa::fma(Isa::bf16_lo(h), acc[at], dot[half]);
+          dot[half] = Isa::fma(Isa::bf16_hi(h), acc[at + 1], dot[half]);
+          const float dh_lo = Isa::mul(weight[half], acc[at]), dh_hi = Isa::mul(weight[half], acc[at + 1]);
+          const uint32_t dg = Isa::pack_bf16(Isa::mul(dh_lo, lo.d_gate), Isa::mul(dh_hi, hi.d_gate));
+          const uint32_t du = Isa::pack_bf16(Isa::mul(dh_lo, lo.d_up), Isa::mul(dh_hi, hi.d_up));
+          const uint32_t wh = Isa::pack_bf16(Isa::mul(weight[half], Isa::bf16_lo(h)), Isa::mul(weight[half], Isa::bf16_hi(h)));
+          gate[i] = live[half] ? dg : 0u;
+          up[i] = live[half] ? du : 0u;
+          scaled[i] = live[half] ? wh : 0u;
         }
         Isa::warp_sync();
         Isa::store_matrices(matrix_address(gate_panel, jj), gate);

@@ -1,4 +1,4 @@
-// The grouped GEMM kernel for sm_90a, one instantiation per kind and tile width. Everything of substance is in gemm_roles.h.
+// The grouped GEMM kernel for sm_90a, one instantiation per kind, tile width and (where it matters) activation form. Everything of substance is in gemm_roles.h.
 #include "gemm_kernels.h"
 
 #include "gemm_roles.h"
@@ -7,7 +7,7 @@
 namespace moe {
 namespace {
 
-template <Kind kKind, class Config>
+template <Kind kKind, bool kPlain, class Config>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     grouped_gemm(const __grid_constant__ GemmArguments<CUtensorMap> args) {
   using Isa = Sm90;
@@ -31,14 +31,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     Isa::registers_grow<Config::kConsumerRegisters>();
-    compute_tiles<kKind, Isa, Config>(args, base, warp / 4 - 1);
+    compute_tiles<kKind, kPlain, Isa, Config>(args, base, warp / 4 - 1);
   }
   Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <class Kernel>
-cudaError_t resident_blocks(Kernel kernel, int threads, int shared_bytes, int* blocks) {
+template <Kind kKind, bool kPlain, class Config>
+cudaError_t resident_blocks(int* blocks) {
+  const auto kernel = grouped_gemm<kKind, kPlain, Config>;
+  const int threads = Config::kThreads, shared_bytes = Config::kSharedBytes;
   static int cached[64] = {};
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -72,12 +74,12 @@ cudaError_t resident_blocks(Kernel kernel, int threads, int shared_bytes, int* b
   return cudaSuccess;
 }
 
-template <Kind kKind, int kTileN>
+template <Kind kKind, bool kPlain, int kTileN>
 cudaError_t launch(const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   using Config = GemmConfig<kTileN>;
-  auto kernel = grouped_gemm<kKind, Config>;
+  auto kernel = grouped_gemm<kKind, kPlain, Config>;
   int blocks = 0;
-  cudaError_t error = resident_blocks(kernel, Config::kThreads, Config::kSharedBytes, &blocks);
+  cudaError_t error = resident_blocks<kKind, kPlain, Config>(&blocks);
   if (error != cudaSuccess) return error;
   kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(args);
   return cudaGetLastError();
@@ -85,13 +87,14 @@ cudaError_t launch(const GemmArguments<CUtensorMap>& args, cudaStream_t stream) 
 
 template <int kTileN>
 cudaError_t launch_kind(Kind kind, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+  const bool plain = is_plain_swiglu(args.act);
   switch (kind) {
-    case kGateUp: return launch<kGateUp, kTileN>(args, stream);
-    case kDown: return launch<kDown, kTileN>(args, stream);
-    case kDgradDown: return launch<kDgradDown, kTileN>(args, stream);
-    case kDgradGateUp: return launch<kDgradGateUp, kTileN>(args, stream);
-    case kWgradDown: return launch<kWgradDown, kTileN>(args, stream);
-    case kWgradGateUp: return launch<kWgradGateUp, kTileN>(args, stream);
+    case kGateUp: return plain ? launch<kGateUp, true, kTileN>(args, stream) : launch<kGateUp, false, kTileN>(args, stream);
+    case kDown: return launch<kDown, true, kTileN>(args, stream);
+    case kDgradDown: return plain ? launch<kDgradDown, true, kTileN>(args, stream) : launch<kDgradDown, false, kTileN>(args, stream);
+    case kDgradGateUp: return launch<kDgradGateUp, true, kTileN>(args, stream);
+    case kWgradDown: return launch<kWgradDown, true, kTileN>(args, stream);
+    case kWgradGateUp: return launch<kWgradGateUp, true, kTileN>(args, stream);
     default: return cudaErrorInvalidValue;
   }
 }

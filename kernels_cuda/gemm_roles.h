@@ -161,12 +161,12 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
 }
 
 // Consumer warpgroup `consumer` (0 or 1): rows 64 * consumer .. + 63 of every tile.
-template <Kind kKind, class Isa, class Config, class Arguments>
+template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
   Ring<Isa, Config> ring(shared_base);
   const uint32_t rank = Isa::cluster_rank();
   const int num_tasks = *args.num_tasks;
-  Epilogue<Isa, Config> epilogue(shared_base, consumer);
+  Epilogue<Isa, Config, kPlain> epilogue(shared_base, consumer);
   constexpr bool kMnA = mn_major_a(kKind);
   constexpr bool kMnB = mn_major_b(kKind);
 

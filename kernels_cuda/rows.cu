@@ -10,27 +10,33 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Blocks [0, T): one token each; its row is read once and written K times. Blocks after that: one expert each, zeroing its padding.
+// The first E * kPaddingBlocks blocks zero the padding of their expert; they come first, so that no long block is left at the end.
+// The others take one token each: its row is read once and written K times.
+constexpr int kPaddingBlocks = 8;
+
 __global__ void __launch_bounds__(kThreads)
-    dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int tokens, int top_k, Plan plan) {
-  if (blockIdx.x < static_cast<unsigned>(tokens)) {
-    const int64_t token = blockIdx.x;
-    extern __shared__ int32_t rows[];
-    for (int s = threadIdx.x; s < top_k; s += kThreads) rows[s] = plan.row_TxK[token * top_k + s];
-    __syncthreads();
-    for (int v = threadIdx.x; v < vectors; v += kThreads) {
-      uint4 value = x_TxV[token * vectors + v];
-      for (int s = 0; s < top_k; ++s) {
-        if (rows[s] >= 0) rows_MxV[static_cast<int64_t>(rows[s]) * vectors + v] = value;
-      }
-    }
-  } else {
-    const int expert = blockIdx.x - tokens;
+    dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, Plan plan) {
+  const int padding_blocks = experts * kPaddingBlocks;
+  if (static_cast<int>(blockIdx.x) < padding_blocks) {
+    const int expert = blockIdx.x / kPaddingBlocks;
     const int count = plan.count_E[expert];
     const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
     const int padding = (count + kGroupRows - 1) / kGroupRows * kGroupRows - count;
     const int64_t total = static_cast<int64_t>(padding) * vectors;
-    for (int64_t i = threadIdx.x; i < total; i += kThreads) rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
+      rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
+    }
+    return;
+  }
+  const int64_t token = blockIdx.x - padding_blocks;
+  extern __shared__ int32_t rows[];
+  for (int s = threadIdx.x; s < top_k; s += kThreads) rows[s] = plan.row_TxK[token * top_k + s];
+  __syncthreads();
+  for (int v = threadIdx.x; v < vectors; v += kThreads) {
+    uint4 value = x_TxV[token * vectors + v];
+    for (int s = 0; s < top_k; ++s) {
+      if (rows[s] >= 0) rows_MxV[static_cast<int64_t>(rows[s]) * vectors + v] = value;
+    }
   }
 }
 
@@ -97,10 +103,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts);
+  const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
   dispatch_kernel<<<blocks, kThreads, s.top_k * sizeof(int32_t), stream>>>(
       reinterpret_cast<const uint4*>(x_TxD), reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8),
-      static_cast<int>(s.tokens), static_cast<int>(s.top_k), plan);
+      static_cast<int>(s.experts), static_cast<int>(s.top_k), plan);
   return launched("dispatch_rows");
 }
 
