@@ -158,7 +158,7 @@ def _look_up(token_BxL, hash_table_VxK, spec: MoESpec):
     # With explicitly sharded tokens JAX asks how the gathered rows lie: as the tokens do.
     sharding = getattr(jax.typeof(token_BxL), "sharding", None)
     known = sharding is not None and any(axis is not None for axis in sharding.spec)
-    chosen_BxLxK = hash_table_VxK.at[token_BxL].get(
+    chosen_BxLxK = jnp.asarray(hash_table_VxK).at[token_BxL].get(
         mode="fill", fill_value=-1, out_sharding=jax.P(*sharding.spec, None) if known else None
     )
     valid_BxLxK = (chosen_BxLxK >= 0) & (chosen_BxLxK < spec.num_experts)
