@@ -114,6 +114,27 @@ def test_the_order_never_changes_between_versions():
     assert permutation(np.arange(12), 12, 0, 0, 2).tolist() == [6, 10, 8, 7, 3, 11, 0, 4, 5, 1, 9, 2]
     big = permutation(np.asarray([0, 1, 2, 10**12]), 10**12 + 1, 7, 3, 1)
     assert big.tolist() == [292937195203, 393136190533, 258961539966, 484860596340]
+    shuffled = ShuffledWindows(make_store([7, 3, 12, 9, 4, 1])[0], 5, EOS, seed=2)
+    assert [int(sample["token"][-1]) for sample in shuffled.samples(range(18))] == [
+        0,
+        20,
+        44,
+        256,
+        83,
+        69,
+        256,
+        81,
+        56,
+        73,
+        20,
+        0,
+        256,
+        49,
+        71,
+        85,
+        74,
+        256,
+    ]
 
 
 def make_dataset(lengths):
