@@ -1,0 +1,124 @@
+"""Backend `native`: the whole expert layer in one compiled call, forward and backward.
+
+On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a plan, weights
+and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the weight copies, bit for bit, so a checkpoint
+or a residual does not tell which backend ran. With a transport around it (R > 1) the row-level forms run.
+
+Letters: T tokens, K experts per token, M rows after dispatch, E experts, D model width, F expert width.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax import native
+from moejax.native import calls
+from moejax.ops.experts import ExpertWeights
+from moejax.ops.mxfp8 import MXArray
+from moejax.ops.schedule import Plan
+from moejax.ops.spec import MoESpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NativeCopies:
+    """MX weight operands: for the forward with blocks along the last axis, for dgrad along the one before it."""
+
+    gate_up_fprop_Ex2xFxD: MXArray
+    down_fprop_ExDxF: MXArray
+    gate_up_dgrad_Ex2xFxD: MXArray
+    down_dgrad_ExDxF: MXArray
+
+
+def refuses(spec: MoESpec, platform: str) -> str | None:
+    """Runs on the CPU, where the compiled module is; MX products are exact."""
+    if platform != "cpu":
+        return f"it has no kernels for {platform} in this build"
+    if spec.recipe == "mxfp8" and spec.mx_mode != "exact":
+        return f"mx_mode is {spec.mx_mode}, a way to run on Hopper; here MX products are exact: use mx_mode exact"
+    return native.missing("_cpu")
+
+
+def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
+    """None (fp32), (gate_up, down) in BF16, or `NativeCopies`, from the FP32 masters."""
+    gate_up, down = masters.w_gate_up_Ex2xFxD, masters.w_down_ExDxF
+    if spec.recipe == "fp32":
+        return None
+    if spec.recipe == "bf16":
+        return gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
+    return NativeCopies(_quantize(gate_up, -1), _quantize(down, -1), _quantize(gate_up, -2), _quantize(down, -2))
+
+
+def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec):
+    """Slot rows y before the combine weight, zero in padding, and gate_up (M, 2F) if `spec.save` keeps it."""
+    fprop, _ = _operands(experts, spec)
+    rows = calls.Rows(plan.count_E, plan.start_E)
+    return calls.moe_forward(x_MxD, None, rows, fprop, _biases(experts), save=_saves(spec), **_static(spec))
+
+
+def backward(x_MxD, dy_MxD, weight_M, saved, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
+    """dx rows, d(weight) per row, and FP32 weight gradients that continue from `accumulator` if there is one."""
+    rows = calls.Rows(plan.count_E, plan.start_E)
+    return _backward(x_MxD, dy_MxD, weight_M, saved, rows, experts, spec, accumulator)
+
+
+def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoESpec):
+    """y of the tokens, dispatch and combine included, and gate_up (M, 2F) if `spec.save` keeps it."""
+    fprop, _ = _operands(experts, spec)
+    rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    return calls.moe_forward(x_TxD, weight_TxK, rows, fprop, _biases(experts), save=_saves(spec), **_static(spec))
+
+
+def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
+    """dx, d(weight) and FP32 weight gradients of the tokens."""
+    rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    return _backward(x_TxD, dy_TxD.astype(x_TxD.dtype), weight_TxK, saved, rows, experts, spec, accumulator)
+
+
+def _backward(x, dy, weight, saved, rows: calls.Rows, experts: ExpertWeights, spec: MoESpec, accumulator):
+    fprop, dgrad = _operands(experts, spec)
+    if accumulator is not None:
+        accumulator = (
+            accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF, accumulator.b_gate_up_Ex2xF, accumulator.b_down_ExD
+        )  # fmt: skip
+    dx, d_weight, gradients = calls.moe_backward(
+        x, dy, weight, saved, rows, fprop, dgrad, _biases(experts), accumulator,
+        wgrad_bf16=spec.wgrad == "bf16", **_static(spec),
+    )  # fmt: skip
+    return dx, d_weight, ExpertWeights(*gradients)
+
+
+def _operands(experts: ExpertWeights, spec: MoESpec) -> tuple[calls.Operands, calls.Operands]:
+    """The weight operands of the forward and of dgrad."""
+    if spec.recipe == "mxfp8":
+        copies = experts.copies
+        return (
+            _mx_operands(copies.gate_up_fprop_Ex2xFxD, copies.down_fprop_ExDxF),
+            _mx_operands(copies.gate_up_dgrad_Ex2xFxD, copies.down_dgrad_ExDxF),
+        )
+    gate_up, down = (experts.w_gate_up_Ex2xFxD, experts.w_down_ExDxF) if spec.recipe == "fp32" else experts.copies
+    operands = calls.Operands(gate_up, down)
+    return operands, operands
+
+
+def _mx_operands(gate_up: MXArray, down: MXArray) -> calls.Operands:
+    return calls.Operands(gate_up.elements, down.elements, gate_up.scales, down.scales)
+
+
+def _quantize(master: jax.Array, axis: int) -> MXArray:
+    elements, codes = calls.mx_quantize(master, axis)
+    return MXArray(elements, codes, axis)
+
+
+def _biases(experts: ExpertWeights):
+    return experts.b_gate_up_Ex2xF, experts.b_down_ExD
+
+
+def _saves(spec: MoESpec) -> bool:
+    return spec.save == "gate_up"
+
+
+def _static(spec: MoESpec) -> dict[str, Any]:
+    return {"recipe": spec.recipe, "act": spec.act, "top_k": spec.top_k}
