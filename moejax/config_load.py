@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import pathlib
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,25 +47,6 @@ def load(path: str | pathlib.Path | None = None, overrides: Sequence[str] = ()) 
     if values.get("run_dir") is None:
         values["run_dir"] = f"runs/{pathlib.Path(path).stem if path is not None else 'default'}"
     return config_from_dict(values)
-
-
-def from_command_line(arguments: Sequence[str], usage: str) -> Config:
-    """The config a script was started with: `CONFIG.yaml [section.key=value ...]`.
-
-    `--help` prints `usage` and every field, and exits. Anything wrong is printed to stderr and exits with status 2.
-    """
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(f"{usage}\n\n{help_text()}")
-        raise SystemExit(0)
-    try:
-        if not arguments or "=" in arguments[0]:
-            raise ConfigError(f"no config file was named\n{usage}")
-        if flags := [argument for argument in arguments if argument.startswith("-")]:
-            raise ConfigError(f"{flags[0]}: unknown option; fields are given as section.key=value")
-        return load(arguments[0], arguments[1:])
-    except ConfigError as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:

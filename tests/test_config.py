@@ -10,7 +10,6 @@ from moejax.config_load import (
     ConfigError,
     config_from_dict,
     config_to_dict,
-    from_command_line,
     help_text,
     load,
     numerics_diff,
@@ -248,7 +247,7 @@ def leaves(values, prefix=""):
         yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
 
 
-def test_help_lists_every_field_once_with_type_default_and_meaning(capsys):
+def test_help_lists_every_field_once_with_type_default_and_meaning():
     lines = help_text().splitlines()
     keys = [
         line.split(" = ")[0].strip() for line in lines if " = " in line and line.startswith("  ") and line[2] != " "
@@ -256,23 +255,6 @@ def test_help_lists_every_field_once_with_type_default_and_meaning(capsys):
     assert sorted(keys) == sorted(leaves(config_to_dict(Config())))
     at = lines.index("  moe.router.score_fn = softmax")
     assert lines[at + 1].startswith("      one of softmax, sigmoid, sqrtsoftplus, identity: score of an expert")
-    with pytest.raises(SystemExit) as done:
-        from_command_line(["--help"], "usage: train.py CONFIG.yaml")
-    assert done.value.code == 0
-    assert "usage: train.py" in capsys.readouterr().out
-
-
-def test_a_command_line_that_cannot_be_used_ends_with_one_line_and_status_2(capsys):
-    for arguments, words in (
-        (["configs/quickstart.yaml", "--steps", "3"], "error: --steps: unknown option"),
-        (["nowhere.yaml"], "error: nowhere.yaml: no such config file"),
-        (["training.steps=3"], "error: no config file was named"),
-        ([], "error: no config file was named"),
-    ):
-        with pytest.raises(SystemExit) as done:
-            from_command_line(arguments, "usage: train.py CONFIG.yaml")
-        assert done.value.code == 2
-        assert capsys.readouterr().err.startswith(words)
 
 
 def test_every_config_in_the_repository_loads(request):
