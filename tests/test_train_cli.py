@@ -1,0 +1,168 @@
+"""The command itself, in processes of its own: runs, interrupts, kills, and what it says about wrong input."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import yaml
+from orbax.checkpoint import v1 as ocp
+
+from moejax.checkpoint import named_leaves
+from moejax.training.metrics import read_records
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 12
+
+
+def write_config(folder, name="tiny", **training):
+    """A corpus, and a config whose run takes a second once it is compiled."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(400)))
+    config = {
+        "model": {"d_model": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 12},
+        "moe": {
+            "num_experts": 5,
+            "expert_width": 20,
+            "router": {"top_k": 2, "select_bias": True},
+            "balance": {"aux_coef": 0.01, "z_coef": 0.001, "bias_rate": 0.001},
+        },
+        "data": {"source": str(corpus), "cache_dir": str(folder / "cache" / "data")},
+        "optimizer": {"warmup_steps": 3},
+        "training": {"steps": STEPS, "global_batch": 4, "micro_batches": 2, "sequence_length": 40, **training},
+        "checkpoint": {"every_steps": 2, "keep": 2},
+        "log": {"every_steps": 4, "sample_tokens": 0, "tensorboard": False},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def command(path, *overrides):
+    return [sys.executable, str(ROOT / "train.py"), str(path), *overrides]
+
+
+def environment():
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def train(folder, path, *overrides, ok=True):
+    done = subprocess.run(
+        command(path, *overrides), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done
+
+
+def start_and_signal(folder, path, run_dir, when, number):
+    """Starts a run, and sends it a signal as soon as `when` holds; returns its output and exit code."""
+    with subprocess.Popen(
+        command(path, f"run_dir={run_dir}"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        deadline = time.monotonic() + 120
+        while child.poll() is None and not when() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        child.send_signal(number)
+        output = child.communicate(timeout=120)[0]
+    return output, child.returncode
+
+
+def outcome(folder, path, run_dir):
+    """Bits of every leaf of the last checkpoint, and the loss of each step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no abstract tree: this reads what is there, whatever it is
+        checkpoints = ocp.training.Checkpointer(folder / run_dir / "checkpoints")
+        assert checkpoints.latest.step == STEPS
+        saved = checkpoints.load_checkpointables(STEPS)
+        checkpoints.close()
+    records = list(read_records(folder / run_dir / "metrics.jsonl"))
+    bits = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(saved["state"]).items()}
+    losses = [(r["step"], r["loss"], r["grad_norm"], r["balance_loss"]) for r in records]
+    assert [step for step, *_ in losses] == list(range(1, STEPS + 1))
+    return {"leaves": bits, "losses": losses, "position": saved["dataset"]}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """One whole run, its output, and its outcome; it also fills the compile cache for the others."""
+    folder = tmp_path_factory.mktemp("train")
+    path = write_config(folder)
+    done = train(folder, path)
+    return folder, path, done, outcome(folder, path, "runs/tiny")
+
+
+def assert_same_run(left, right):
+    assert left["losses"] == right["losses"] and left["position"] == right["position"]
+    assert list(left["leaves"]) == list(right["leaves"])
+    different = [name for name in left["leaves"] if left["leaves"][name] != right["leaves"][name]]
+    assert not different, different
+
+
+def test_a_run_trains_and_leaves_its_artefacts(undisturbed):
+    folder, _, done, run = undisturbed
+    losses = [loss for _, loss, *_ in run["losses"]]
+    assert losses[-1] < losses[0] - 0.1
+    assert any(name.endswith("select_bias") for name in run["leaves"]) and run["position"] == {"next_index": STEPS}
+    assert len(re.findall(r"^step +\d+/12  loss ", done.stdout, re.M)) == 4  # 1, 4, 8, 12: output is not a terminal
+    summary = json.loads((folder / "runs/tiny/summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["tokens"] > 0 and summary["seconds"] > 0
+    assert summary["heldout_bits_per_byte"] == pytest.approx(summary["heldout_nats_per_byte"] / np.log(2))
+    assert 0 < summary["active_parameters"] < summary["parameters"]
+    assert 2.0 < summary["heldout_nats_per_byte"] < 5.6
+    page = (folder / "runs/tiny/report.html").read_text()
+    assert "Expert load over time" in page
+    assert sorted(p.name for p in (folder / "runs/tiny/checkpoints").iterdir()) == ["10", "12"]
+
+
+def test_a_finished_run_prints_its_summary_and_does_not_train(undisturbed):
+    folder, path, _, _ = undisturbed
+    before = (folder / "runs/tiny/metrics.jsonl").read_bytes()
+    done = train(folder, path)
+    assert "has finished" in done.stdout and "nats per byte" in done.stdout and "step " not in done.stdout
+    assert (folder / "runs/tiny/metrics.jsonl").read_bytes() == before
+
+
+def test_interrupt_saves_and_the_same_command_continues_bit_for_bit(undisturbed):
+    folder, path, _, expected = undisturbed
+    metrics = folder / "runs/stopped/metrics.jsonl"
+    checkpoints = folder / "runs/stopped/checkpoints"
+    output, code = start_and_signal(folder, path, "runs/stopped", lambda: (checkpoints / "2").exists(), signal.SIGTERM)
+    assert code == 0 and "SIGTERM: saved step" in output, output
+    stopped = [record["step"] for record in read_records(metrics)]
+    assert stopped == list(range(1, len(stopped) + 1)) and 2 <= len(stopped) < STEPS
+    assert (checkpoints / str(len(stopped))).exists() and not (folder / "runs/stopped/summary.json").exists()
+    done = train(folder, path, "run_dir=runs/stopped")
+    assert f"from step {len(stopped)}" in done.stdout
+    assert_same_run(outcome(folder, path, "runs/stopped"), expected)
+
+
+def test_kill_at_any_moment_then_the_same_command_continues_bit_for_bit(undisturbed):
+    """Three kills in a row: while the first checkpoint may be in the making, after some steps, and after more."""
+    folder, path, _, expected = undisturbed
+    run = folder / "runs/killed"
+    temporary = lambda: any((run / "checkpoints").glob("*.orbax-checkpoint-tmp")) if run.exists() else False  # noqa: E731
+    records = lambda: len(list(read_records(run / "metrics.jsonl")))  # noqa: E731
+    for when in (temporary, lambda: (run / "checkpoints/4").exists(), lambda: records() >= 7 and temporary()):
+        output, code = start_and_signal(folder, path, "runs/killed", when, signal.SIGKILL)
+        assert code == -signal.SIGKILL, output
+    train(folder, path, "run_dir=runs/killed")
+    assert_same_run(outcome(folder, path, "runs/killed"), expected)
