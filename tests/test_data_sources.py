@@ -90,7 +90,9 @@ def test_folders_mix_text_and_jsonl_in_sorted_order_and_skip_hidden_and_empty_fi
     texts = TEXTS | {"cc.jsonl": records + "\n\n", ".git/x": b"\0", "empty.txt": "", "z/.hidden": b"\xff"}
     dataset = open_dataset(config(make_folder(tmp_path / "in", texts), tmp_path))
     expected = [TEXTS["a.md"], TEXTS["b.txt"], "erste", "dritte\n", TEXTS["d.txt"], TEXTS["deep/er/c.py"]]
-    assert not any(held_out(name) for name in (*TEXTS, "cc.jsonl:1", "cc.jsonl:3"))  # so each document comes in two parts
+    assert not any(
+        held_out(name) for name in (*TEXTS, "cc.jsonl:1", "cc.jsonl:3")
+    )  # so each document comes in two parts
     train, tail = (texts_of(store, dataset.tokenizer) for store in (dataset.train, dataset.heldout))
     assert "".join(train) + "".join(tail) != "" and len(tail) == len(expected)
     assert [a + b for a, b in zip(train, tail, strict=True)] == expected
