@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,21 @@ class Problem:
         self.flops = 6 * self.tokens * self.top_k * self.d * self.f
 
 
+def print_profile(run, repeats: int = 5) -> None:
+    """Microseconds per kernel and run, the grouped GEMMs by kind (0 gate/up, 1 down, 2 and 3 dgrad, 4 and 5 wgrad)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    times = {}
+    for e in prof.key_averages():
+        if e.device_time_total > 0:
+            found = re.search(r"grouped_gemm<\(moe::Kind\)(\d)|(\w+)\(", e.key)
+            name = e.key[:30] if found is None else f"gemm{found[1]}" if found[1] else found[2]
+            times[name] = times.get(name, 0.0) + e.device_time_total / repeats
+    print("    us: " + "  ".join(f"{name} {us:.0f}" for name, us in sorted(times.items())), flush=True)
+
+
 def ours(p: Problem, iterations: int, profile: bool) -> dict:
     layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f)
     plan = layer.new_plan()
@@ -94,13 +110,7 @@ def ours(p: Problem, iterations: int, profile: bool) -> dict:
     out = {"forward": median_ms(forward, iterations), "backward": median_ms(backward, iterations)}
     out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, iterations // 5))
     if profile:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-            for _ in range(5):
-                forward()
-                backward()
-            torch.cuda.synchronize()
-        for e in prof.key_averages():
-            print(f"    {e.key[:100]:100s} {e.device_time_total / 5:9.1f} us", flush=True)
+        print_profile(lambda: (forward(), backward()))
     return out
 
 

@@ -1,7 +1,10 @@
 // The shape of a GEMM block on Hopper, its shared memory and its arguments. Read gemm_roles.h next.
 //
-// A block owns a 128 x kTileN output tile: one producer warpgroup fills a ring of stages with bulk tensor copies, two consumer
-// warpgroups own 64 rows each. Two blocks form a cluster and share either the A or the B operand of every stage.
+// A block owns a 128 x kTileN output tile. Warp 0 fills a ring of stages with bulk tensor copies; two consumer warpgroups own 64
+// rows each; warps 1 and 2 store what the consumers leave in shared memory, so that a warpgroup goes on to its next tile while the
+// last one drains. Two blocks form a cluster and share either the A or the B operand of every stage.
+//
+// Results leave through stages of the same ring (three panels per consumer) and two staging panels per consumer.
 #pragma once
 
 #include "activation.h"
@@ -27,13 +30,20 @@ struct GemmConfig {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
-  // Shared memory: stages, then two staging panels per consumer, then the barriers.
+  static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
+
+  // Shared memory: stages, then two staging panels per consumer, then the barriers: full[stage], empty[stage],
+  // written[consumer][unit], credit[consumer].
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kBarrierOffset = kStagingOffset + kConsumers * 2 * kPanelBytes;
-  static constexpr int kSharedBytes = kBarrierOffset + 2 * kStages * 8;
+  static constexpr int kWrittenOffset = kBarrierOffset + 2 * kStages * 8;
+  static constexpr int kCreditOffset = kWrittenOffset + kConsumers * kMaxUnits * 8;
+  static constexpr int kSharedBytes = kCreditOffset + kConsumers * 8;
 
   static_assert(kTileN % kWeightChunk == 0, "a partial sum of d(weight) must not cross tiles");
-  static_assert(kPanelsA + kPanelsB >= 4, "an epilogue chunk brings two panels per consumer through one stage");
+  static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;  // panels of a stage that belong to one consumer
+
+  static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogues");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };

@@ -1,34 +1,55 @@
-// What a consumer warpgroup does with its 64 x kTileN accumulators. They leave through two staging panels per warpgroup and bulk
-// tensor stores, which clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a
-// store cannot reach the next expert. Rows past the expert's count are written as zeros.
+// What happens to a consumer warpgroup's 64 x kTileN accumulators. The consumer writes panels (64 rows of 128 bytes) into shared
+// memory, unit by unit, and goes on to its next tile; its store warp sends each unit to memory with bulk tensor stores and then
+// gives the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels
+// of the consumer are one more.
+//
+// Stores clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a store cannot
+// reach the next expert. Rows past the expert's count are written as zeros.
+//
+// Hand-over. written[consumer][unit]: 4 warps arrive, once per tile; the store warp waits. credit[consumer]: the store warp
+// arrives once per tile, when all of it has left shared memory; the consumer waits before its next tile's first unit, so that no
+// written barrier can be a phase ahead.
 //
 // Accumulator layout of m64nN (PTX ISA, wgmma D fragments): warp w holds rows 16 w .. 16 w + 15; value 4 j + i of lane l is row
 // 16 w + l / 4 + 8 (i / 2), column 8 j + 2 (l % 4) + i % 2.
 #pragma once
 
-#include "gemm_config.h"
+#include "gemm_ring.h"
 
 namespace moe {
 
+// Stages of the ring that a tile's results pass through (kDgradDown: those that brought gate and up), and whether staging is used.
+template <class Config>
+MOE_HOST_FN constexpr int drain_stages(Kind kind) {
+  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 2 : 1;
+}
+MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kDgradDown && kind != kGateUp; }
+
 template <class Isa, class Config, bool kPlain>
 struct Epilogue {
-  uint32_t staging;    // two panels
-  uint32_t barrier;    // named barrier of this warpgroup
+  uint32_t base;
   uint32_t consumer;
   uint32_t warp;       // 0..3 inside the warpgroup
   uint32_t lane;
-  uint32_t leader;     // one thread issues the warpgroup's bulk stores, so that it can wait for them
-  uint32_t turn = 0;   // which staging panel is next
+  uint32_t tiles = 0;  // tiles handed over
 
   MOE_FN Epilogue(uint32_t shared_base, uint32_t consumer_)
-      : staging(shared_base + Config::kStagingOffset + consumer_ * 2 * kPanelBytes),
-        barrier(1 + consumer_),
-        consumer(consumer_),
-        warp(Isa::warp_index() % 4),
-        lane(Isa::lane_index()),
-        leader(Isa::thread_index() % 128 == 0) {}
+      : base(shared_base), consumer(consumer_), warp(Isa::warp_index() % 4), lane(Isa::lane_index()) {}
 
   MOE_FN int row_in_group() const { return static_cast<int>(16 * warp + lane / 4); }  // of values 0, 1; values 2, 3 are 8 below
+
+  // Waits until the previous tile has left shared memory.
+  MOE_FN void begin_tile() {
+    Isa::barrier_wait(credit_barrier<Config>(base, consumer), (tiles & 1) ^ 1);
+    ++tiles;
+  }
+
+  // Hands a unit to the store warp. Its panels were written by ordinary stores and are read by the copy engine.
+  MOE_FN void finish_unit(int unit) const {
+    Isa::fence_async_shared();
+    Isa::warp_sync();
+    if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
+  }
 
   // Address of the row that this lane supplies to ldmatrix/stmatrix x4 for column blocks 2 jj and 2 jj + 1 of a BF16 panel:
   // matrices are (rows 0-7, block 2jj), (rows 8-15, 2jj), (rows 0-7, 2jj+1), (rows 8-15, 2jj+1) of the warp's 16 rows.
@@ -38,24 +59,9 @@ struct Epilogue {
     return panel + panel_offset(row, 2 * jj + matrix / 2);
   }
 
-  // Waits until the next staging panel is free for the whole warpgroup.
-  MOE_FN uint32_t acquire_staging() {
-    uint32_t panel = staging + turn * kPanelBytes;
-    turn ^= 1;
-    if (leader) Isa::template store_wait_read<1>();
-    Isa::named_barrier(barrier, 128);
-    return panel;
-  }
-
-  // Makes ordinary writes to staging visible to the copy engine; after it the leader may store.
-  MOE_FN void publish_staging() {
-    Isa::fence_async_shared();
-    Isa::named_barrier(barrier, 128);
-  }
-
   // 64 x 64 BF16 panel of packed pairs: pair(jj, i) is column block 2 jj + i / 2, row half i % 2.
   template <class Pair>
-  MOE_FN void stage_bf16(uint32_t panel, Pair pair) const {
+  MOE_FN void write_bf16(uint32_t panel, Pair pair) const {
     MOE_UNROLL
     for (int jj = 0; jj < 4; ++jj) {
       uint32_t r[4];
@@ -65,73 +71,68 @@ struct Epilogue {
     }
   }
 
-  // y or dx: rounded once to BF16.
-  template <class Arguments>
-  MOE_FN void store_bf16(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args) {
+  // y or dx: rounded once to BF16. Units: columns 0..127 in staging, the rest in one stage.
+  template <class RingType>
+  MOE_FN void write_rows(const float (&acc)[Config::kAcc], int rows, RingType& ring) {
     const bool live[2] = {row_in_group() < rows, row_in_group() + 8 < rows};
+    begin_tile();
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
-      uint32_t panel = acquire_staging();
-      stage_bf16(panel, [&](int jj, int i) {
+      if (chunk == 2) Isa::barrier_wait(ring.full(), ring.phase);
+      uint32_t panel = chunk < 2 ? staging_panel<Config>(base, consumer, chunk) : slot_panel<Config>(ring.data(), consumer, chunk - 2);
+      write_bf16(panel, [&](int jj, int i) {
         int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
         return live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
       });
-      publish_staging();
-      if (leader) {
-        Isa::store_panel(&args.out, panel, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, 0, 0);
-        Isa::store_commit();
-      }
+      if (chunk % 2 == 1) finish_unit(chunk / 2);
     }
+    ring.advance();
   }
 
   // Gate and up are rounded to BF16 before the activation; the first half of the tile's columns is gate, the second up.
-  template <class Arguments>
-  MOE_FN void store_gate_up(float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args) {
+  // One stage per 64 columns of F: gate, up, h.
+  template <class Arguments, class RingType>
+  MOE_FN void write_gate_up(float (&acc)[Config::kAcc], int rows, const Arguments& args, RingType& ring) {
     const bool live[2] = {row_in_group() < rows, row_in_group() + 8 < rows};
     constexpr int kUp = Config::kAcc / 2;
+    begin_tile();
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64 / 2; ++chunk) {
-      uint32_t gate[16], up[16];  // packed pairs of this chunk: 4 jj + i
+      Isa::barrier_wait(ring.full(), ring.phase);
+      uint32_t panels[3];
       MOE_UNROLL
-      for (int p = 0; p < 16; ++p) {
-        int at = 32 * chunk + 4 * (2 * (p / 4) + (p % 4) / 2) + 2 * (p % 2);
-        gate[p] = live[p % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
-        up[p] = live[p % 2] ? Isa::pack_bf16(acc[kUp + at], acc[kUp + at + 1]) : 0u;
-      }
-      const int column = tile.n0 + 64 * chunk;
-      const int row = tile.row0 + 64 * static_cast<int>(consumer);
-      if (args.save_gate_up) {
+      for (int p = 0; p < 3; ++p) panels[p] = slot_panel<Config>(ring.data(), consumer, p);
+      MOE_UNROLL
+      for (int jj = 0; jj < 4; ++jj) {
+        uint32_t gate[4], up[4], h[4];
         MOE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          uint32_t panel = acquire_staging();
-          stage_bf16(panel, [&](int jj, int i) { return half ? up[4 * jj + i] : gate[4 * jj + i]; });
-          publish_staging();
-          if (leader) {
-            Isa::store_panel(&args.gate_up, panel, column, row, half, 0);
-            Isa::store_commit();
+        for (int i = 0; i < 4; ++i) {
+          int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
+          gate[i] = live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
+          up[i] = live[i % 2] ? Isa::pack_bf16(acc[kUp + at], acc[kUp + at + 1]) : 0u;
+        }
+        if (args.save_gate_up) {
+          Isa::store_matrices(matrix_address(panels[0], jj), gate);
+          Isa::store_matrices(matrix_address(panels[1], jj), up);
+        }
+        if (args.write_out) {
+          MOE_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            h[i] = Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act),
+                                  activation_forward<kPlain, Isa>(Isa::bf16_hi(gate[i]), Isa::bf16_hi(up[i]), args.act));
           }
+          Isa::store_matrices(matrix_address(panels[2], jj), h);
         }
       }
-      if (args.write_out) {
-        uint32_t panel = acquire_staging();
-        stage_bf16(panel, [&](int jj, int i) {
-          uint32_t g = gate[4 * jj + i], u = up[4 * jj + i];
-          return Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(g), Isa::bf16_lo(u), args.act),
-                                activation_forward<kPlain, Isa>(Isa::bf16_hi(g), Isa::bf16_hi(u), args.act));
-        });
-        publish_staging();
-        if (leader) {
-          Isa::store_panel(&args.out, panel, column, row, 0, 0);
-          Isa::store_commit();
-        }
-      }
+      finish_unit(chunk);
+      ring.advance();
     }
   }
 
   // dh0 is in acc. Each 64-column chunk of gate and up arrives through the ring; d(gate) and d(up) are written over it in place
-  // (every warp touches only its own 16 rows) and stored from there, weight * h leaves through staging.
+  // (every warp touches only its own 16 rows), weight * h into the third panel of the stage.
   template <class Arguments, class RingType>
-  MOE_FN void store_dgrad_down(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args, RingType& ring) {
+  MOE_FN void write_dgrad_down(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args, RingType& ring) {
     const bool live[2] = {row_in_group() < rows, row_in_group() + 8 < rows};
     const int row = tile.row0 + 64 * static_cast<int>(consumer);
     float weight[2] = {0.0f, 0.0f};
@@ -141,14 +142,13 @@ struct Epilogue {
       if (slot >= 0) weight[i] = args.weight_TxK[slot];
     }
     float dot[2] = {0.0f, 0.0f};
-    uint32_t previous_empty = 0;
+    begin_tile();
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
-      const int column = tile.n0 + 64 * chunk;
       Isa::barrier_wait(ring.full(), ring.phase);
-      const uint32_t gate_panel = ring.data() + consumer * 2 * kPanelBytes;
-      const uint32_t up_panel = gate_panel + kPanelBytes;
-      const uint32_t staged = acquire_staging();
+      const uint32_t gate_panel = slot_panel<Config>(ring.data(), consumer, 0);
+      const uint32_t up_panel = slot_panel<Config>(ring.data(), consumer, 1);
+      const uint32_t scaled_panel = slot_panel<Config>(ring.data(), consumer, 2);
       MOE_UNROLL
       for (int jj = 0; jj < 4; ++jj) {
         uint32_t gate[4], up[4], scaled[4];
@@ -174,21 +174,8 @@ struct Epilogue {
         Isa::warp_sync();
         Isa::store_matrices(matrix_address(gate_panel, jj), gate);
         Isa::store_matrices(matrix_address(up_panel, jj), up);
-        Isa::store_matrices(matrix_address(staged, jj), scaled);
+        Isa::store_matrices(matrix_address(scaled_panel, jj), scaled);
       }
-      publish_staging();
-      if (leader) {
-        Isa::store_panel(&args.out, gate_panel, column, row, 0, 0);
-        Isa::store_panel(&args.out, up_panel, column, row, 1, 0);
-        Isa::store_panel(&args.out2, staged, column, row, 0, 0);
-        Isa::store_commit();
-        if (chunk > 0) {
-          Isa::template store_wait_read<1>();  // the previous chunk's panels have left the stage
-          release_all_warps(previous_empty);
-        }
-      }
-      previous_empty = ring.empty();
-      ring.advance();
       if (chunk % 2 == 1) {  // 128 columns: one partial sum of d(weight), lanes added in a fixed order
         MOE_UNROLL
         for (int i = 0; i < 2; ++i) {
@@ -201,17 +188,9 @@ struct Epilogue {
           dot[i] = 0.0f;
         }
       }
+      finish_unit(chunk);
+      ring.advance();
     }
-    if (leader) {
-      Isa::template store_wait_read<0>();
-      release_all_warps(previous_empty);
-    }
-  }
-
-  // The leader gives a stage back for the four warps of its warpgroup, which it has met at a named barrier since.
-  static MOE_FN void release_all_warps(uint32_t empty_bar) {
-    Isa::barrier_arrive_cluster(empty_bar, 0, 4);
-    Isa::barrier_arrive_cluster(empty_bar, 1, 4);
   }
 
   // Address of columns 8 j + 2 (lane % 4) .. + 1 (j < 4) in an FP32 panel.
@@ -219,52 +198,125 @@ struct Epilogue {
     return panel + panel_offset(row_in_group() + 8 * half, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
   }
 
-  MOE_FN void load_fp32_chunk(float (&acc)[Config::kAcc], int chunk, uint32_t panels) const {
+  // 64 columns of a gradient that is continued, brought by the ring as two panels.
+  MOE_FN void read_fp32_chunk(float (&acc)[Config::kAcc], int chunk, uint32_t stage) const {
     MOE_UNROLL
     for (int j = 0; j < 8; ++j) {
       MOE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int at = 32 * chunk + 4 * j + 2 * half;
-        Isa::load_float2(fp32_address(panels + (j / 4) * kPanelBytes, j % 4, half), acc[at], acc[at + 1]);
+        Isa::load_float2(fp32_address(slot_panel<Config>(stage, consumer, j / 4), j % 4, half), acc[at], acc[at + 1]);
       }
     }
   }
 
-  // Weight gradients, FP32.
-  template <class Arguments>
-  MOE_FN void store_fp32(const float (&acc)[Config::kAcc], const Task& tile, const Arguments& args) {
+  // 32 columns. Odd rows write blocks j and j ^ 2 in the other order: rows 2 i and 2 i + 1 would otherwise meet in the same banks.
+  MOE_FN void write_fp32(const float (&acc)[Config::kAcc], int part, uint32_t panel) const {
+    const bool odd = (lane / 4) % 2 != 0;
     MOE_UNROLL
-    for (int part = 0; part < Config::kTileN / 32; ++part) {
-      uint32_t panel = acquire_staging();
+    for (int j = 0; j < 4; ++j) {
       MOE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        MOE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          int at = 16 * part + 4 * j + 2 * half;
-          Isa::store_float2(fp32_address(panel, j, half), acc[at], acc[at + 1]);
+      for (int half = 0; half < 2; ++half) {
+        const int at = 16 * part + 4 * j + 2 * half;
+        const int other = 16 * part + 4 * (j ^ 2) + 2 * half;
+        const uint32_t address = fp32_address(panel, odd ? j ^ 2 : j, half);
+        Isa::store_float2(address, odd ? acc[other] : acc[at], odd ? acc[other + 1] : acc[at + 1]);
+      }
+    }
+  }
+
+  // Weight gradients, FP32: 32 columns a panel. Units: two panels in staging, then three in each of two stages.
+  template <class RingType>
+  MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], RingType& ring) {
+    static_assert(Config::kTileN / 32 <= 2 + 2 * 3, "a tile fits into staging and two stages");
+    begin_tile();
+    MOE_UNROLL
+    for (int part = 0; part < 2; ++part) write_fp32(acc, part, staging_panel<Config>(base, consumer, part));
+    finish_unit(0);
+    MOE_UNROLL
+    for (int unit = 1; unit < 3; ++unit) {
+      Isa::barrier_wait(ring.full(), ring.phase);
+      MOE_UNROLL
+      for (int p = 0; p < 3; ++p) write_fp32(acc, 2 + 3 * (unit - 1) + p, slot_panel<Config>(ring.data(), consumer, p));
+      finish_unit(unit);
+      ring.advance();
+    }
+  }
+};
+
+// Store warp of one consumer, one thread: sends every unit to memory in order and gives its shared memory back.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
+  Ring<Isa, Config> ring(shared_base);
+  const uint32_t rank = Isa::cluster_rank();
+  const int num_tasks = *args.num_tasks;
+  uint32_t tiles = 0;
+
+  MOE_NO_UNROLL
+  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters(), ++tiles) {
+    const Task task = args.tasks[index];
+    const Task tile = block_tile<Config>(task, kKind, rank);
+    const int row = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * static_cast<int>(consumer);
+    ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
+
+    auto wait_written = [&](int unit) { Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1); };
+    if (uses_staging(kKind)) {
+      wait_written(0);
+      MOE_UNROLL
+      for (int p = 0; p < 2; ++p) {
+        uint32_t panel = staging_panel<Config>(shared_base, consumer, p);
+        if (is_wgrad(kKind)) {
+          Isa::store_panel(&args.out, panel, tile.n0 + 32 * p, row, tile.half, tile.expert);
+        } else {
+          Isa::store_panel(&args.out, panel, tile.n0 + 64 * p, row, 0, 0);
         }
       }
-      publish_staging();
-      if (leader) {
-        Isa::store_panel(&args.out, panel, tile.n0 + 32 * part, tile.m0 + 64 * consumer, tile.half, tile.expert);
-        Isa::store_commit();
-      }
+      Isa::store_commit();
     }
-  }
-
-  template <class Arguments>
-  MOE_FN void signal_done(const Task& task, const Arguments& args) {
-    if (task.signal < 0) return;
-    if (leader) {
+    uint32_t previous_empty = 0;
+    MOE_NO_UNROLL
+    for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {
+      wait_written(drain + (uses_staging(kKind) ? 1 : 0));
+      const uint32_t stage = ring.data();
+      const int column = tile.n0 + 64 * drain;
+      if (kKind == kGateUp) {
+        if (args.save_gate_up) {
+          Isa::store_panel(&args.gate_up, slot_panel<Config>(stage, consumer, 0), column, row, 0, 0);
+          Isa::store_panel(&args.gate_up, slot_panel<Config>(stage, consumer, 1), column, row, 1, 0);
+        }
+        if (args.write_out) Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 2), column, row, 0, 0);
+      } else if (kKind == kDgradDown) {
+        Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 0), column, row, 0, 0);
+        Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 1), column, row, 1, 0);
+        Isa::store_panel(&args.out2, slot_panel<Config>(stage, consumer, 2), column, row, 0, 0);
+      } else {
+        MOE_UNROLL
+        for (int p = 0; p < (is_wgrad(kKind) ? 3 : 2); ++p) {
+          uint32_t panel = slot_panel<Config>(stage, consumer, p);
+          if (is_wgrad(kKind)) {
+            Isa::store_panel(&args.out, panel, tile.n0 + 64 + 96 * drain + 32 * p, row, tile.half, tile.expert);
+          } else {
+            Isa::store_panel(&args.out, panel, tile.n0 + 128 + 64 * p, row, 0, 0);
+          }
+        }
+      }
+      Isa::store_commit();
+      if (drain > 0) {
+        Isa::template store_wait_read<1>();
+        ring.release_warpgroup(previous_empty);
+      }
+      previous_empty = ring.empty();
+      ring.advance();
+    }
+    Isa::template store_wait_read<0>();
+    ring.release_warpgroup(previous_empty);
+    Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
+    if (task.signal >= 0) {
       Isa::store_wait_done();
       Isa::add_release(args.signals + task.signal, 1);
     }
   }
-
-  // Shared memory must outlive the stores that read it.
-  MOE_FN void finish() {
-    if (leader) Isa::store_wait_done();
-  }
-};
+  Isa::store_wait_done();  // shared memory must outlive the stores that read it
+}
 
 }  // namespace moe

@@ -18,6 +18,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
       Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
       Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
     }
+    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
+      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
+    }
     Isa::barrier_init_fence();
   }
   Isa::cluster_sync();  // the peer's copies arrive on these barriers
@@ -28,11 +32,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
       Isa::prefetch_map(&args.a);
       Isa::prefetch_map(&args.b);
       load_operands<kKind, Isa, Config>(args, base);
+    } else if ((warp == 1 || warp == 2) && Isa::elect_one()) {
+      store_results<kKind, Isa, Config>(args, base, warp - 1);
     }
   } else {
     Isa::registers_grow<Config::kConsumerRegisters>();
     compute_tiles<kKind, kPlain, Isa, Config>(args, base, warp / 4 - 1);
   }
+  Isa::warp_sync();     // the lanes that had no role wait for the one that had
   Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
 }
 

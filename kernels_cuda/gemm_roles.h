@@ -1,10 +1,5 @@
-// The two roles of a GEMM block: load_operands (producer) and compute_tile (consumers), for every kind. Epilogues are in
-// gemm_epilogue.h; gemm_kernels.cu sends each warp to its role.
-//
-// Ring protocol. full[s]: one arrival (this block's producer, with the byte count), completed by bytes from this block's copies
-// and the peer's multicast; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also
-// writes here; the producer waits. Both blocks run the same number of stages for a task, so the ring stays in step; the phase
-// persists across tasks.
+// Two roles of a GEMM block, for every kind: load_operands (producer) and compute_tiles (consumers). The third, store_results, is
+// in gemm_epilogue.h, the ring they share in gemm_ring.h; gemm_kernels.cu sends each warp to its role.
 #pragma once
 
 #include "gemm_epilogue.h"
@@ -14,51 +9,6 @@ namespace moe {
 // Which operand is MN-major (its contiguous dimension is not the contraction).
 MOE_HOST_FN constexpr bool mn_major_a(Kind kind) { return is_wgrad(kind); }
 MOE_HOST_FN constexpr bool mn_major_b(Kind kind) { return kind != kGateUp && kind != kDown; }
-
-template <class Isa, class Config>
-struct Ring {
-  uint32_t base;
-  uint32_t stage = 0;
-  uint32_t phase = 0;
-
-  MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
-  MOE_FN uint32_t data() const { return base + stage * Config::kStageBytes; }
-  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
-  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + stage) * 8; }
-  MOE_FN void advance() {
-    if (++stage == Config::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  // One warp of a consumer gives `stage` back to both producers of the cluster.
-  static MOE_FN void release(uint32_t empty_bar) {
-    uint32_t lane = Isa::lane_index();
-    if (lane < 2) Isa::barrier_arrive_cluster(empty_bar, lane, 1);
-  }
-};
-
-// Tile of this block: the cluster's task, moved by the block's rank along the paired dimension.
-template <class Config>
-MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
-  if (task.pair == kPairM) {
-    if (is_wgrad(kind)) {
-      task.m0 += Config::kTileM * rank;
-    } else {
-      task.row0 += Config::kTileM * rank;
-      task.rows -= Config::kTileM * rank;
-    }
-  } else {
-    task.n0 += (kind == kGateUp ? Config::kTileN / 2 : Config::kTileN) * rank;
-  }
-  return task;
-}
-
-template <Kind kKind, class Arguments>
-MOE_FN int task_k_blocks(const Task& task, const Arguments& args) {
-  if (is_wgrad(kKind)) return (task.rows + 63) / 64;
-  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
-}
 
 template <class Isa, class Arguments>
 MOE_FN void wait_ready(const Task& task, const Arguments& args) {
@@ -84,8 +34,8 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
       Isa::barrier_expect_bytes(ring.full(), 4 * kPanelBytes);
       MOE_UNROLL
       for (int p = 0; p < 4; ++p) {
-        uint32_t dst = ring.data() + p * kPanelBytes;
         int consumer = p / 2;
+        uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
         if (is_wgrad(kKind)) {
           Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
                           tile.expert);
@@ -156,7 +106,16 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
       }
       ring.advance();
     }
-    if (kKind == kDgradDown) load_chunks(tile);
+    if (kKind == kDgradDown) {
+      load_chunks(tile);
+    } else {
+      MOE_NO_UNROLL
+      for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {  // lend stages to the consumers' results
+        Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+        Isa::barrier_arrive(ring.full());
+        ring.advance();
+      }
+    }
   }
 }
 
@@ -186,7 +145,7 @@ MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t 
       MOE_UNROLL
       for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
         Isa::barrier_wait(ring.full(), ring.phase);
-        epilogue.load_fp32_chunk(acc, chunk, ring.data() + consumer * 2 * kPanelBytes);
+        epilogue.read_fp32_chunk(acc, chunk, ring.data());
         Isa::warp_sync();
         Ring<Isa, Config>::release(ring.empty());
         ring.advance();
@@ -225,17 +184,15 @@ MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t 
     }
 
     if constexpr (kKind == kGateUp) {
-      epilogue.store_gate_up(acc, tile, rows, args);
+      epilogue.write_gate_up(acc, rows, args, ring);
     } else if constexpr (kKind == kDgradDown) {
-      epilogue.store_dgrad_down(acc, tile, rows, args, ring);
+      epilogue.write_dgrad_down(acc, tile, rows, args, ring);
     } else if constexpr (is_wgrad(kKind)) {
-      epilogue.store_fp32(acc, tile, args);
+      epilogue.write_wgrad(acc, ring);
     } else {
-      epilogue.store_bf16(acc, tile, rows, args);
+      epilogue.write_rows(acc, rows, ring);
     }
-    epilogue.signal_done(task, args);
   }
-  epilogue.finish();
 }
 
 }  // namespace moe

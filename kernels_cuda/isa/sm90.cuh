@@ -42,6 +42,9 @@ struct Sm90 {
   static MOE_FN void barrier_expect_bytes(uint32_t bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
   }
+  static MOE_FN void barrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+  }
   // Arrives `count` times on the barrier at the same shared address in block `rank` of the cluster. What it hands back was only
   // read (by the tensor cores or ldmatrix, both complete), so the default semantics do; `.release.cluster` would put a
   // MEMBAR.GPU into the main loop.
@@ -58,9 +61,6 @@ struct Sm90 {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar),
         "r"(parity)
         : "memory");
-  }
-  static MOE_FN void named_barrier(uint32_t id, uint32_t threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
   }
   static MOE_FN void warp_sync() { __syncwarp(); }
   static MOE_FN void cluster_sync() {

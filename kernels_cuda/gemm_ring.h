@@ -1,0 +1,85 @@
+// The ring of shared-memory stages that all roles of a block walk in step, and where things lie in shared memory.
+//
+// full[s]: one arrival (this block's producer, with the byte count), completed by bytes from this block's copies and the peer's
+// multicast; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also writes here; the
+// producer waits. Both blocks run the same number of stages for a task, so the rings stay in step; phases persist across tasks.
+#pragma once
+
+#include "gemm_config.h"
+
+namespace moe {
+
+template <class Config>
+MOE_HOST_FN constexpr uint32_t written_barrier(uint32_t base, uint32_t consumer, int unit) {
+  return base + Config::kWrittenOffset + (consumer * Config::kMaxUnits + unit) * 8;
+}
+template <class Config>
+MOE_HOST_FN constexpr uint32_t credit_barrier(uint32_t base, uint32_t consumer) {
+  return base + Config::kCreditOffset + consumer * 8;
+}
+template <class Config>
+MOE_HOST_FN constexpr uint32_t staging_panel(uint32_t base, uint32_t consumer, int panel) {
+  return base + Config::kStagingOffset + (2 * consumer + panel) * kPanelBytes;
+}
+// Panel of a stage that belongs to one consumer in the epilogues.
+template <class Config>
+MOE_HOST_FN constexpr uint32_t slot_panel(uint32_t stage, uint32_t consumer, int panel) {
+  return stage + (Config::kSlotPanels * consumer + panel) * kPanelBytes;
+}
+
+template <class Isa, class Config>
+struct Ring {
+  uint32_t base;
+  uint32_t stage = 0;
+  uint32_t phase = 0;
+
+  MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
+  MOE_FN uint32_t data() const { return base + stage * Config::kStageBytes; }
+  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
+  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + stage) * 8; }
+  MOE_FN void advance() {
+    if (++stage == Config::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  MOE_FN void skip(int stages) {
+    const uint32_t to = stage + stages;
+    phase ^= (to / Config::kStages) & 1;
+    stage = to % Config::kStages;
+  }
+  // One warp of a consumer gives a stage back to both producers of the cluster.
+  static MOE_FN void release(uint32_t empty_bar) {
+    uint32_t lane = Isa::lane_index();
+    if (lane < 2) Isa::barrier_arrive_cluster(empty_bar, lane, 1);
+  }
+  // The store warp gives a stage back for the four warps of its consumer.
+  static MOE_FN void release_warpgroup(uint32_t empty_bar) {
+    Isa::barrier_arrive_cluster(empty_bar, 0, 4);
+    Isa::barrier_arrive_cluster(empty_bar, 1, 4);
+  }
+};
+
+// Tile of this block: the cluster's task, moved by the block's rank along the paired dimension.
+template <class Config>
+MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
+  if (task.pair == kPairM) {
+    if (is_wgrad(kind)) {
+      task.m0 += Config::kTileM * rank;
+    } else {
+      task.row0 += Config::kTileM * rank;
+      task.rows -= Config::kTileM * rank;
+    }
+  } else {
+    task.n0 += (kind == kGateUp ? Config::kTileN / 2 : Config::kTileN) * rank;
+  }
+  return task;
+}
+
+template <Kind kKind, class Arguments>
+MOE_FN int task_k_blocks(const Task& task, const Arguments& args) {
+  if (is_wgrad(kKind)) return (task.rows + 63) / 64;
+  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
+}
+
+}  // namespace moe
