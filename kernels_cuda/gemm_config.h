@@ -27,8 +27,8 @@ struct GemmConfig {
   static constexpr int kAcc = kTileN / 2;       // FP32 accumulators per consumer thread
   static constexpr int kColumns64 = kTileN / 64;  // 64-column chunks of the epilogue
   static constexpr int kWeightChunk = 128;      // columns of F in one partial sum of d(weight): the same in every configuration
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
 
   static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
 
@@ -48,13 +48,21 @@ struct GemmConfig {
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
+// Where results go: rows of `row_bytes` bytes, `rows` rows in each of several consecutive matrices. Null: not wanted.
+struct Destination {
+  uint8_t* data;
+  int64_t row_bytes;
+  int64_t rows;
+};
+
 template <class TensorMap>
 struct GemmArguments {
   TensorMap a;        // operand A
   TensorMap b;        // operand B
-  TensorMap out;      // h | y | d(gate, up) | dx | dW (FP32)
-  TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
-  TensorMap out2;     // kDgradDown: weight * h
+  TensorMap extra;    // kDgradDown: gate and up; weight gradients: the values to continue from
+  Destination out;       // h | y | d(gate, up) | dx | dW (FP32)
+  Destination gate_up;   // kGateUp: where gate and up are saved, or null
+  Destination scaled_h;  // kDgradDown: weight * h
   const Task* tasks;
   const int* num_tasks;
   const int* counters;        // task dependencies, when several kinds share a launch
@@ -66,8 +74,6 @@ struct GemmArguments {
   int64_t num_rows;           // M
   int k_blocks;               // row kinds: 64-wide blocks along the contraction (of one half, for kDgradGateUp)
   int n_extent;               // output columns
-  int save_gate_up;           // kGateUp: write gate and up
-  int write_out;              // kGateUp: write h
   int accumulate;             // weight gradients: continue from the values already there
   Activation act;
 };

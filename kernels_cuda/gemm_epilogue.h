@@ -1,6 +1,5 @@
 // What happens to a consumer warpgroup's 64 x kTileN accumulators. The consumer writes panels (64 rows of 128 bytes) into shared
-// memory, unit by unit, and goes on to its next tile; its store warp sends each unit to memory with bulk tensor stores and then
-// gives the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels
+// memory, unit by unit, and goes on to its next tile; its store warp writes each unit out and gives the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels
 // of the consumer are one more.
 //
 // Stores clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a store cannot
@@ -44,9 +43,8 @@ struct Epilogue {
     ++tiles;
   }
 
-  // Hands a unit to the store warp. Its panels were written by ordinary stores and are read by the copy engine.
+  // Hands a unit to the store warp.
   MOE_FN void finish_unit(int unit) const {
-    Isa::fence_async_shared();
     Isa::warp_sync();
     if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
   }
@@ -111,11 +109,11 @@ struct Epilogue {
           gate[i] = live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
           up[i] = live[i % 2] ? Isa::pack_bf16(acc[kUp + at], acc[kUp + at + 1]) : 0u;
         }
-        if (args.save_gate_up) {
+        if (args.gate_up.data != nullptr) {
           Isa::store_matrices(matrix_address(panels[0], jj), gate);
           Isa::store_matrices(matrix_address(panels[1], jj), up);
         }
-        if (args.write_out) {
+        if (args.out.data != nullptr) {
           MOE_UNROLL
           for (int i = 0; i < 4; ++i) {
             h[i] = Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act),
@@ -244,79 +242,83 @@ struct Epilogue {
   }
 };
 
-// Store warp of one consumer, one thread: sends every unit to memory in order and gives its shared memory back.
+// One warp writes a panel out: 16 bytes a lane, full 128-byte lines, clipped at the destination's edges. Ordinary stores, because
+// bulk tensor stores hold up the loads queued behind them in the copy engine while memory is slow to take them (NOTES.md, v3).
+template <class Isa, bool kStream>
+MOE_FN void store_panel(const Destination& to, int matrix, int row, int column_bytes, uint32_t panel) {
+  constexpr int kInFlight = 4;  // loads before the first store
+  const uint32_t lane = Isa::lane_index();
+  const int chunk_row = static_cast<int>(lane / 8);
+  const bool inside = column_bytes + static_cast<int>(lane % 8) * 16 < to.row_bytes;
+  const int rows_left = inside ? static_cast<int>(to.rows - row) - chunk_row : 0;  // of this lane's rows 0, 4, 8 ..
+  const int64_t step = 4 * to.row_bytes;
+  uint8_t* at = to.data + (matrix * to.rows + row + chunk_row) * to.row_bytes + column_bytes + (lane % 8) * 16;
+  MOE_NO_UNROLL
+  for (int part = 0; part < 64; part += 4 * kInFlight) {
+    typename Isa::Vector values[kInFlight];
+    MOE_UNROLL
+    for (int i = 0; i < kInFlight; ++i) values[i] = Isa::load_vector(panel + panel_offset(part + 4 * i + chunk_row, lane % 8));
+    MOE_UNROLL
+    for (int i = 0; i < kInFlight; ++i) {
+      if (part + 4 * i < rows_left) Isa::template store_vector<kStream>(at, values[i]);
+      at += step;
+    }
+  }
+}
+
+// Store warp of one consumer: writes every unit out in order and gives its shared memory back as soon as it has been read.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
   Ring<Isa, Config> ring(shared_base);
   const uint32_t rank = Isa::cluster_rank();
-  const int num_tasks = *args.num_tasks;
+  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  constexpr int kBytes = is_wgrad(kKind) ? 4 : 2;
+  constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;
+  constexpr int kUnits = drain_stages<Config>(kKind) + (uses_staging(kKind) ? 1 : 0);
   uint32_t tiles = 0;
 
   MOE_NO_UNROLL
-  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters(), ++tiles) {
-    const Task task = args.tasks[index];
+  for (Task task; stream.take(task); ++tiles) {
     const Task tile = block_tile<Config>(task, kKind, rank);
     const int row = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * static_cast<int>(consumer);
+    // Padded rows of a whole warpgroup are never read again, except in what is saved for the backward.
+    const bool wanted = is_wgrad(kKind) || tile.rows > 64 * static_cast<int>(consumer);
+    const int matrix = kKind == kWgradDown ? tile.expert : kKind == kWgradGateUp ? 2 * tile.expert + tile.half : 0;
     ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
 
-    auto wait_written = [&](int unit) { Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1); };
-    if (uses_staging(kKind)) {
-      wait_written(0);
-      MOE_UNROLL
-      for (int p = 0; p < 2; ++p) {
-        uint32_t panel = staging_panel<Config>(shared_base, consumer, p);
-        if (is_wgrad(kKind)) {
-          Isa::store_panel(&args.out, panel, tile.n0 + 32 * p, row, tile.half, tile.expert);
-        } else {
-          Isa::store_panel(&args.out, panel, tile.n0 + 64 * p, row, 0, 0);
-        }
-      }
-      Isa::store_commit();
-    }
-    uint32_t previous_empty = 0;
+    int column_bytes = tile.n0 * kBytes;
     MOE_NO_UNROLL
-    for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {
-      wait_written(drain + (uses_staging(kKind) ? 1 : 0));
-      const uint32_t stage = ring.data();
-      const int column = tile.n0 + 64 * drain;
-      if (kKind == kGateUp) {
-        if (args.save_gate_up) {
-          Isa::store_panel(&args.gate_up, slot_panel<Config>(stage, consumer, 0), column, row, 0, 0);
-          Isa::store_panel(&args.gate_up, slot_panel<Config>(stage, consumer, 1), column, row, 1, 0);
-        }
-        if (args.write_out) Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 2), column, row, 0, 0);
-      } else if (kKind == kDgradDown) {
-        Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 0), column, row, 0, 0);
-        Isa::store_panel(&args.out, slot_panel<Config>(stage, consumer, 1), column, row, 1, 0);
-        Isa::store_panel(&args.out2, slot_panel<Config>(stage, consumer, 2), column, row, 0, 0);
-      } else {
-        MOE_UNROLL
-        for (int p = 0; p < (is_wgrad(kKind) ? 3 : 2); ++p) {
-          uint32_t panel = slot_panel<Config>(stage, consumer, p);
-          if (is_wgrad(kKind)) {
-            Isa::store_panel(&args.out, panel, tile.n0 + 64 + 96 * drain + 32 * p, row, tile.half, tile.expert);
-          } else {
-            Isa::store_panel(&args.out, panel, tile.n0 + 128 + 64 * p, row, 0, 0);
-          }
+    for (int unit = 0; unit < kUnits; ++unit) {
+      Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
+      const bool staged = uses_staging(kKind) && unit == 0;
+      const uint32_t first_panel = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
+      const int panels = staged || kKind == kDown || kKind == kDgradGateUp ? 2 : 3;
+      MOE_NO_UNROLL
+      for (int p = 0; p < panels; ++p) {
+        const uint32_t panel = first_panel + p * kPanelBytes;
+        if (kGated) {  // three matrices at the same place: gate, up and h, or their gradients and weight * h
+          const Destination& to = kKind == kGateUp ? (p < 2 ? args.gate_up : args.out) : (p < 2 ? args.out : args.scaled_h);
+          const bool needed = wanted || (kKind == kGateUp && p < 2);
+          if (needed && to.data != nullptr) store_panel<Isa, false>(to, p % 2, row, column_bytes, panel);
+        } else {
+          if (wanted) store_panel<Isa, is_wgrad(kKind)>(args.out, matrix, row, column_bytes, panel);
+          column_bytes += kPanelRowBytes;
         }
       }
-      Isa::store_commit();
-      if (drain > 0) {
-        Isa::template store_wait_read<1>();
-        ring.release_warpgroup(previous_empty);
+      if (kGated) column_bytes += kPanelRowBytes;
+      Isa::warp_sync();
+      if (!staged) {
+        if (Isa::lane_index() == 0) ring.release_warpgroup(ring.empty());
+        ring.advance();
       }
-      previous_empty = ring.empty();
-      ring.advance();
     }
-    Isa::template store_wait_read<0>();
-    ring.release_warpgroup(previous_empty);
-    Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
-    if (task.signal >= 0) {
-      Isa::store_wait_done();
-      Isa::add_release(args.signals + task.signal, 1);
+    if (Isa::lane_index() == 0) {
+      Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
+      if (task.signal >= 0) {  // the warp_sync above ordered the other lanes' stores before this release
+        Isa::add_release(args.signals + task.signal, 1);
+      }
     }
   }
-  Isa::store_wait_done();  // shared memory must outlive the stores that read it
 }
 
 }  // namespace moe

@@ -32,7 +32,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
       Isa::prefetch_map(&args.a);
       Isa::prefetch_map(&args.b);
       load_operands<kKind, Isa, Config>(args, base);
-    } else if ((warp == 1 || warp == 2) && Isa::elect_one()) {
+    } else if (warp == 1 || warp == 2) {
       store_results<kKind, Isa, Config>(args, base, warp - 1);
     }
   } else {

@@ -23,7 +23,7 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
   Ring<Isa, Config> ring(shared_base);
   const uint32_t rank = Isa::cluster_rank();
-  const int num_tasks = *args.num_tasks;
+  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
   constexpr int kHalfB = Config::kPanelsB / 2;
 
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
@@ -37,10 +37,10 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
         int consumer = p / 2;
         uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
         if (is_wgrad(kKind)) {
-          Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
+          Isa::load_panel(&args.extra, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
                           tile.expert);
         } else {
-          Isa::load_panel(&args.gate_up, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
+          Isa::load_panel(&args.extra, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
         }
       }
       ring.advance();
@@ -48,8 +48,7 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
   };
 
   MOE_NO_UNROLL
-  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters()) {
-    const Task task = args.tasks[index];
+  for (Task task; stream.take(task);) {
     const Task tile = block_tile<Config>(task, kKind, rank);
     const bool share_a = task.pair == kPairN;
     wait_ready<Isa>(task, args);
@@ -124,14 +123,13 @@ template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
   Ring<Isa, Config> ring(shared_base);
   const uint32_t rank = Isa::cluster_rank();
-  const int num_tasks = *args.num_tasks;
+  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
   Epilogue<Isa, Config, kPlain> epilogue(shared_base, consumer);
   constexpr bool kMnA = mn_major_a(kKind);
   constexpr bool kMnB = mn_major_b(kKind);
 
   MOE_NO_UNROLL
-  for (int index = Isa::cluster_index(); index < num_tasks; index += Isa::num_clusters()) {
-    const Task task = args.tasks[index];
+  for (Task task; stream.take(task);) {
     const Task tile = block_tile<Config>(task, kKind, rank);
     const int k_blocks = task_k_blocks<kKind>(task, args);
     const int rows = tile.rows - 64 * static_cast<int>(consumer);  // real rows of this warpgroup; <= 0: all padding

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
     const int expert = blockIdx.x / kPaddingBlocks;
     const int count = plan.count_E[expert];
     const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
-    const int padding = (count + kGroupRows - 1) / kGroupRows * kGroupRows - count;
+    const int padding = (count + 63) / 64 * 64 - count;  // whole panels of padding are never read
     const int64_t total = static_cast<int64_t>(padding) * vectors;
     for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
       rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);

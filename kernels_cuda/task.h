@@ -38,6 +38,24 @@ struct alignas(32) Task {
 };
 static_assert(sizeof(Task) == 32, "a task is read as two 16-byte words");
 
+// The tasks of one cluster, in order. The next one is read while the current one is worked on: the read takes as long as a K block.
+struct TaskStream {
+  const Task* tasks;
+  int index, step, count;
+  Task next;
+
+  MOE_FN TaskStream(const Task* tasks_, int count_, int first, int step_) : tasks(tasks_), index(first), step(step_), count(count_) {
+    if (index < count) next = tasks[index];
+  }
+  MOE_FN bool take(Task& task) {
+    if (index >= count) return false;
+    task = next;
+    index += step;
+    if (index < count) next = tasks[index];
+    return true;
+  }
+};
+
 MOE_HOST_FN constexpr bool is_wgrad(Kind kind) { return kind == kWgradDown || kind == kWgradGateUp; }
 
 }  // namespace moe
