@@ -6,11 +6,15 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 import ctypes
 import dataclasses
 import math
+import os
 import pathlib
 
 import torch
 
-LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "build" / "cuda" / "libmoe_cuda_c.so"
+LIBRARY = pathlib.Path(
+    os.environ.get("MOEJAX_CUDA_LIBRARY")
+    or pathlib.Path(__file__).resolve().parent.parent / "build" / "cuda" / "libmoe_cuda_c.so"
+)
 
 ACTIVATIONS = {
     "swiglu": (1.0, 0.0, 0.0, math.inf),

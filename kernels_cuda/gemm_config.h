@@ -27,18 +27,18 @@ struct GemmConfig {
   static constexpr int kAcc = kTileN / 2;       // FP32 accumulators per consumer thread
   static constexpr int kColumns64 = kTileN / 64;  // 64-column chunks of the epilogue
   static constexpr int kWeightChunk = 128;      // columns of F in one partial sum of d(weight): the same in every configuration
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters = 216;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
 
   static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
 
   // Shared memory: stages, then two staging panels per consumer, then the barriers: full[stage], empty[stage],
-  // written[consumer][unit], credit[consumer].
+  // written[consumer][unit], credit[consumer][2].
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kBarrierOffset = kStagingOffset + kConsumers * 2 * kPanelBytes;
   static constexpr int kWrittenOffset = kBarrierOffset + 2 * kStages * 8;
   static constexpr int kCreditOffset = kWrittenOffset + kConsumers * kMaxUnits * 8;
-  static constexpr int kSharedBytes = kCreditOffset + kConsumers * 8;
+  static constexpr int kSharedBytes = kCreditOffset + kConsumers * 2 * 8;
 
   static_assert(kTileN % kWeightChunk == 0, "a partial sum of d(weight) must not cross tiles");
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;  // panels of a stage that belong to one consumer
@@ -48,32 +48,27 @@ struct GemmConfig {
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
-// Where results go: rows of `row_bytes` bytes, `rows` rows in each of several consecutive matrices. Null: not wanted.
-struct Destination {
-  uint8_t* data;
-  int64_t row_bytes;
-  int64_t rows;
-};
-
 template <class TensorMap>
 struct GemmArguments {
   TensorMap a;        // operand A
   TensorMap b;        // operand B
-  TensorMap extra;    // kDgradDown: gate and up; weight gradients: the values to continue from
-  Destination out;       // h | y | d(gate, up) | dx | dW (FP32)
-  Destination gate_up;   // kGateUp: where gate and up are saved, or null
-  Destination scaled_h;  // kDgradDown: weight * h
+  TensorMap out;      // h | y | d(gate, up) | dx | dW (FP32); also where a continued dW comes from
+  TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
+  TensorMap scaled_h; // kDgradDown: weight * h
+  uint8_t* scatter;   // kDown, kDgradGateUp with K = 1: rows go straight to their token here, instead of to `out`
   const Task* tasks;
   const int* num_tasks;
   const int* counters;        // task dependencies, when several kinds share a launch
   const int* targets;
   int* signals;
-  const float* weight_TxK;    // kDgradDown: combine weights, by slot
-  const int* slot_M;          // kDgradDown: slot of each row, -1 for padding
+  const float* weight_TxK;    // kDgradDown, kDown with scatter: combine weights, by slot
+  const int* slot_M;          // kDgradDown, scatter: slot of each row, -1 for padding
   float* weight_partial;      // kDgradDown: FP32 [ceil(F / 128)][M] partial sums of d(weight)
   int64_t num_rows;           // M
   int k_blocks;               // row kinds: 64-wide blocks along the contraction (of one half, for kDgradGateUp)
   int n_extent;               // output columns
+  int save_gate_up;           // kGateUp: write gate and up
+  int write_out;              // kGateUp: write h
   int accumulate;             // weight gradients: continue from the values already there
   Activation act;
 };

@@ -1,5 +1,5 @@
 // What happens to a consumer warpgroup's 64 x kTileN accumulators. The consumer writes panels (64 rows of 128 bytes) into shared
-// memory, unit by unit, and goes on to its next tile; its store warp writes each unit out and gives the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels
+// memory, unit by unit, and goes on to its next tile; its store warp sends each unit to memory and gives the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels
 // of the consumer are one more.
 //
 // Stores clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a store cannot
@@ -17,10 +17,15 @@
 
 namespace moe {
 
+#ifndef MOE_WGRAD_STAGES
+#define MOE_WGRAD_STAGES 0
+#endif
+constexpr int kWgradStages = MOE_WGRAD_STAGES;
+
 // Stages of the ring that a tile's results pass through (kDgradDown: those that brought gate and up), and whether staging is used.
 template <class Config>
 MOE_HOST_FN constexpr int drain_stages(Kind kind) {
-  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 2 : 1;
+  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? kWgradStages : 1;
 }
 MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kDgradDown && kind != kGateUp; }
 
@@ -39,12 +44,13 @@ struct Epilogue {
 
   // Waits until the previous tile has left shared memory.
   MOE_FN void begin_tile() {
-    Isa::barrier_wait(credit_barrier<Config>(base, consumer), (tiles & 1) ^ 1);
+    Isa::barrier_wait(credit_barrier<Config>(base, consumer, 0), (tiles & 1) ^ 1);
     ++tiles;
   }
 
-  // Hands a unit to the store warp.
+  // Hands a unit to the store warp. Its panels were written by ordinary stores and are read by the copy engine.
   MOE_FN void finish_unit(int unit) const {
+    Isa::fence_async_shared();
     Isa::warp_sync();
     if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
   }
@@ -69,10 +75,25 @@ struct Epilogue {
     }
   }
 
-  // y or dx: rounded once to BF16. Units: columns 0..127 in staging, the rest in one stage.
-  template <class RingType>
-  MOE_FN void write_rows(const float (&acc)[Config::kAcc], int rows, RingType& ring) {
+  // Combine weights of this thread's two rows; 0 for padding.
+  template <class Arguments>
+  MOE_FN void load_weights(float (&weight)[2], const Task& tile, int rows, const Arguments& args) const {
+    MOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int row = row_in_group() + 8 * i;
+      const int slot = row < rows ? args.slot_M[tile.row0 + 64 * static_cast<int>(consumer) + row] : -1;
+      weight[i] = slot >= 0 ? args.weight_TxK[slot] : 0.0f;
+    }
+  }
+
+  // y or dx: rounded once to BF16. Units: columns 0..127 in staging, the rest in one stage. With one expert per token the combine
+  // is a product and a second rounding, done here: the rows then go straight to their tokens.
+  template <class Arguments, class RingType>
+  MOE_FN void write_rows(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args, RingType& ring) {
     const bool live[2] = {row_in_group() < rows, row_in_group() + 8 < rows};
+    const bool weighted = args.scatter != nullptr && args.weight_TxK != nullptr;
+    float weight[2] = {1.0f, 1.0f};
+    if (weighted) load_weights(weight, tile, rows, args);
     begin_tile();
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
@@ -80,7 +101,9 @@ struct Epilogue {
       uint32_t panel = chunk < 2 ? staging_panel<Config>(base, consumer, chunk) : slot_panel<Config>(ring.data(), consumer, chunk - 2);
       write_bf16(panel, [&](int jj, int i) {
         int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
-        return live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
+        uint32_t v = Isa::pack_bf16(acc[at], acc[at + 1]);
+        if (weighted) v = Isa::pack_bf16(Isa::mul(weight[i % 2], Isa::bf16_lo(v)), Isa::mul(weight[i % 2], Isa::bf16_hi(v)));
+        return live[i % 2] ? v : 0u;
       });
       if (chunk % 2 == 1) finish_unit(chunk / 2);
     }
@@ -109,11 +132,11 @@ struct Epilogue {
           gate[i] = live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
           up[i] = live[i % 2] ? Isa::pack_bf16(acc[kUp + at], acc[kUp + at + 1]) : 0u;
         }
-        if (args.gate_up.data != nullptr) {
+        if (args.save_gate_up) {
           Isa::store_matrices(matrix_address(panels[0], jj), gate);
           Isa::store_matrices(matrix_address(panels[1], jj), up);
         }
-        if (args.out.data != nullptr) {
+        if (args.write_out) {
           MOE_UNROLL
           for (int i = 0; i < 4; ++i) {
             h[i] = Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act),
@@ -133,12 +156,8 @@ struct Epilogue {
   MOE_FN void write_dgrad_down(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args, RingType& ring) {
     const bool live[2] = {row_in_group() < rows, row_in_group() + 8 < rows};
     const int row = tile.row0 + 64 * static_cast<int>(consumer);
-    float weight[2] = {0.0f, 0.0f};
-    MOE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int slot = live[i] ? args.slot_M[row + row_in_group() + 8 * i] : -1;
-      if (slot >= 0) weight[i] = args.weight_TxK[slot];
-    }
+    float weight[2];
+    load_weights(weight, tile, rows, args);
     float dot[2] = {0.0f, 0.0f};
     begin_tile();
     MOE_UNROLL
@@ -223,57 +242,68 @@ struct Epilogue {
     }
   }
 
-  // Weight gradients, FP32: 32 columns a panel. Units: two panels in staging, then three in each of two stages.
+  // Weight gradients, FP32: 32 columns a panel. Either two panels in staging and three in each of two stages, or all through
+  // staging: then each panel is a unit of its own, and has a credit of its own.
   template <class RingType>
   MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], RingType& ring) {
-    static_assert(Config::kTileN / 32 <= 2 + 2 * 3, "a tile fits into staging and two stages");
-    begin_tile();
-    MOE_UNROLL
-    for (int part = 0; part < 2; ++part) write_fp32(acc, part, staging_panel<Config>(base, consumer, part));
-    finish_unit(0);
-    MOE_UNROLL
-    for (int unit = 1; unit < 3; ++unit) {
-      Isa::barrier_wait(ring.full(), ring.phase);
+    if constexpr (kWgradStages == 0) {
       MOE_UNROLL
-      for (int p = 0; p < 3; ++p) write_fp32(acc, 2 + 3 * (unit - 1) + p, slot_panel<Config>(ring.data(), consumer, p));
-      finish_unit(unit);
-      ring.advance();
+      for (int part = 0; part < Config::kTileN / 32; ++part) {
+        const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
+        Isa::barrier_wait(credit_barrier<Config>(base, consumer, part % 2), (use & 1) ^ 1);
+        write_fp32(acc, part, staging_panel<Config>(base, consumer, part % 2));
+        finish_unit(part % 2);
+      }
+      ++tiles;
+    } else {
+      static_assert(Config::kTileN / 32 <= 2 + 2 * 3, "a tile fits into staging and two stages");
+      begin_tile();
+      MOE_UNROLL
+      for (int part = 0; part < 2; ++part) write_fp32(acc, part, staging_panel<Config>(base, consumer, part));
+      finish_unit(0);
+      MOE_UNROLL
+      for (int unit = 1; unit < 3; ++unit) {
+        Isa::barrier_wait(ring.full(), ring.phase);
+        MOE_UNROLL
+        for (int p = 0; p < 3; ++p) write_fp32(acc, 2 + 3 * (unit - 1) + p, slot_panel<Config>(ring.data(), consumer, p));
+        finish_unit(unit);
+        ring.advance();
+      }
     }
   }
 };
 
-// One warp writes a panel out: 16 bytes a lane, full 128-byte lines, clipped at the destination's edges. Ordinary stores, because
-// bulk tensor stores hold up the loads queued behind them in the copy engine while memory is slow to take them (NOTES.md, v3).
-template <class Isa, bool kStream>
-MOE_FN void store_panel(const Destination& to, int matrix, int row, int column_bytes, uint32_t panel) {
-  constexpr int kInFlight = 4;  // loads before the first store
+// One warp writes a BF16 panel to the tokens of its rows (slot_M, K = 1): 16 bytes a lane, full 128-byte lines.
+template <class Isa, class Arguments>
+MOE_FN void scatter_panel(const Arguments& args, int row, int column, uint32_t panel) {
   const uint32_t lane = Isa::lane_index();
-  const int chunk_row = static_cast<int>(lane / 8);
-  const bool inside = column_bytes + static_cast<int>(lane % 8) * 16 < to.row_bytes;
-  const int rows_left = inside ? static_cast<int>(to.rows - row) - chunk_row : 0;  // of this lane's rows 0, 4, 8 ..
-  const int64_t step = 4 * to.row_bytes;
-  uint8_t* at = to.data + (matrix * to.rows + row + chunk_row) * to.row_bytes + column_bytes + (lane % 8) * 16;
+  const int at = column + static_cast<int>(lane % 8) * 8;
   MOE_NO_UNROLL
-  for (int part = 0; part < 64; part += 4 * kInFlight) {
-    typename Isa::Vector values[kInFlight];
+  for (int part = 0; part < 64; part += 16) {
+    typename Isa::Vector values[4];
+    int token[4];
     MOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) values[i] = Isa::load_vector(panel + panel_offset(part + 4 * i + chunk_row, lane % 8));
+    for (int i = 0; i < 4; ++i) {
+      const int r = part + 4 * i + static_cast<int>(lane / 8);
+      token[i] = at < args.n_extent ? args.slot_M[row + r] : -1;
+      values[i] = Isa::load_vector(panel + panel_offset(r, lane % 8));
+    }
     MOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      if (part + 4 * i < rows_left) Isa::template store_vector<kStream>(at, values[i]);
-      at += step;
+    for (int i = 0; i < 4; ++i) {
+      if (token[i] >= 0) Isa::store_vector(args.scatter + 2 * (static_cast<int64_t>(token[i]) * args.n_extent + at), values[i]);
     }
   }
 }
 
-// Store warp of one consumer: writes every unit out in order and gives its shared memory back as soon as it has been read.
+// Store warp of one consumer: sends every unit to memory in order and gives its shared memory back.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
   Ring<Isa, Config> ring(shared_base);
   const uint32_t rank = Isa::cluster_rank();
+  const bool one = Isa::lane_index() == 0;  // this lane issues, so that it can wait for its bulk stores
   TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-  constexpr int kBytes = is_wgrad(kKind) ? 4 : 2;
   constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;
+  constexpr bool kCanScatter = kKind == kDown || kKind == kDgradGateUp;
   constexpr int kUnits = drain_stages<Config>(kKind) + (uses_staging(kKind) ? 1 : 0);
   uint32_t tiles = 0;
 
@@ -283,42 +313,78 @@ MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t 
     const int row = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * static_cast<int>(consumer);
     // Padded rows of a whole warpgroup are never read again, except in what is saved for the backward.
     const bool wanted = is_wgrad(kKind) || tile.rows > 64 * static_cast<int>(consumer);
-    const int matrix = kKind == kWgradDown ? tile.expert : kKind == kWgradGateUp ? 2 * tile.expert + tile.half : 0;
     ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
+    int column = tile.n0;
 
-    int column_bytes = tile.n0 * kBytes;
-    MOE_NO_UNROLL
-    for (int unit = 0; unit < kUnits; ++unit) {
-      Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
-      const bool staged = uses_staging(kKind) && unit == 0;
-      const uint32_t first_panel = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
-      const int panels = staged || kKind == kDown || kKind == kDgradGateUp ? 2 : 3;
+    if (is_wgrad(kKind) && kWgradStages == 0) {
+      if (one) {
+        MOE_NO_UNROLL
+        for (int part = 0; part < Config::kTileN / 32; ++part) {
+          const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
+          Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, part % 2), use & 1);
+          Isa::store_panel(&args.out, staging_panel<Config>(shared_base, consumer, part % 2), column, row, tile.half, tile.expert);
+          Isa::store_commit();
+          if (part > 0) {
+            Isa::template store_wait_read<1>();
+            Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, (part - 1) % 2));
+          }
+          column += 32;
+        }
+        Isa::template store_wait_read<0>();
+        Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, 1));
+      }
+    } else {
       MOE_NO_UNROLL
-      for (int p = 0; p < panels; ++p) {
-        const uint32_t panel = first_panel + p * kPanelBytes;
-        if (kGated) {  // three matrices at the same place: gate, up and h, or their gradients and weight * h
-          const Destination& to = kKind == kGateUp ? (p < 2 ? args.gate_up : args.out) : (p < 2 ? args.out : args.scaled_h);
-          const bool needed = wanted || (kKind == kGateUp && p < 2);
-          if (needed && to.data != nullptr) store_panel<Isa, false>(to, p % 2, row, column_bytes, panel);
-        } else {
-          if (wanted) store_panel<Isa, is_wgrad(kKind)>(args.out, matrix, row, column_bytes, panel);
-          column_bytes += kPanelRowBytes;
+      for (int unit = 0; unit < kUnits; ++unit) {
+        Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
+        const bool staged = uses_staging(kKind) && unit == 0;
+        const uint32_t first = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
+        if (kCanScatter && args.scatter != nullptr) {
+          if (wanted) {
+            MOE_NO_UNROLL
+            for (int p = 0; p < 2; ++p) scatter_panel<Isa>(args, row, column + 64 * p, first + p * kPanelBytes);
+          }
+          column += 128;
+        } else if (one) {
+          if (kGated) {  // three matrices at the same place: gate, up and h, or their gradients and weight * h
+            const bool pair = kKind == kGateUp ? args.save_gate_up != 0 : wanted;
+            const auto* pair_map = kKind == kGateUp ? &args.gate_up : &args.out;
+            if (pair) {
+              Isa::store_panel(pair_map, first, column, row, 0, 0);
+              Isa::store_panel(pair_map, first + kPanelBytes, column, row, 1, 0);
+            }
+            const bool third = wanted && (kKind == kDgradDown || args.write_out);
+            if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
+            column += 64;
+          } else {
+            const int panels = staged || !is_wgrad(kKind) ? 2 : 3;
+            const int width = is_wgrad(kKind) ? 32 : 64;
+            MOE_NO_UNROLL
+            for (int p = 0; p < panels; ++p) {
+              if (wanted) {
+                Isa::store_panel(&args.out, first + p * kPanelBytes, column, row, is_wgrad(kKind) ? tile.half : 0,
+                                 is_wgrad(kKind) ? tile.expert : 0);
+              }
+              column += width;
+            }
+          }
+          Isa::store_commit();
+          if (!staged) Isa::template store_wait_read<0>();
+        }
+        Isa::warp_sync();
+        if (!staged) {
+          if (one) ring.release_warpgroup(ring.empty());
+          ring.advance();
         }
       }
-      if (kGated) column_bytes += kPanelRowBytes;
-      Isa::warp_sync();
-      if (!staged) {
-        if (Isa::lane_index() == 0) ring.release_warpgroup(ring.empty());
-        ring.advance();
-      }
+      if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, 0));
     }
-    if (Isa::lane_index() == 0) {
-      Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
-      if (task.signal >= 0) {  // the warp_sync above ordered the other lanes' stores before this release
-        Isa::add_release(args.signals + task.signal, 1);
-      }
+    if (task.signal >= 0 && one) {  // the warp_sync above ordered the other lanes' stores before this release
+      Isa::store_wait_done();
+      Isa::add_release(args.signals + task.signal, 1);
     }
   }
+  if (one) Isa::store_wait_done();  // shared memory must outlive the stores that read it
 }
 
 }  // namespace moe

@@ -20,7 +20,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     }
     for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
       for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
-      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
+      for (int panel = 0; panel < 2; ++panel) Isa::barrier_init(credit_barrier<Config>(base, consumer, panel), 1);
     }
     Isa::barrier_init_fence();
   }

@@ -26,6 +26,9 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
   TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
   constexpr int kHalfB = Config::kPanelsB / 2;
 
+#ifdef MOE_STAGGER
+  if (is_wgrad(kKind)) Isa::sleep_ns((Isa::cluster_index() % 8) * MOE_STAGGER);
+#endif
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
   auto load_chunks = [&](const Task& tile) {
     MOE_NO_UNROLL
@@ -37,10 +40,10 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
         int consumer = p / 2;
         uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
         if (is_wgrad(kKind)) {
-          Isa::load_panel(&args.extra, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
+          Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
                           tile.expert);
         } else {
-          Isa::load_panel(&args.extra, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
+          Isa::load_panel(&args.gate_up, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
         }
       }
       ring.advance();
@@ -188,7 +191,7 @@ MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t 
     } else if constexpr (is_wgrad(kKind)) {
       epilogue.write_wgrad(acc, ring);
     } else {
-      epilogue.write_rows(acc, rows, ring);
+      epilogue.write_rows(acc, tile, rows, args, ring);
     }
   }
 }

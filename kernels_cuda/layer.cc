@@ -138,9 +138,6 @@ BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool r
 }
 
 TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
-Destination destination(const void* data, int64_t row_bytes, int64_t rows) {
-  return {static_cast<uint8_t*>(const_cast<void*>(data)), row_bytes, rows};
-}
 TensorShape gate_up_shape(const LayerShape& s) { return {s.d_model, s.width, 2, s.experts}; }
 TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.experts}; }
 
@@ -165,14 +162,25 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   auto up = arguments(s, m.gate_up, act);
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
-  up.out = destination(m.h_MxF, 2 * s.width, s.rows);
-  up.gate_up = destination(gate_up_2xMxF, 2 * s.width, s.rows);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
+  up.write_out = 1;
+  if (gate_up_2xMxF != nullptr) {
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2)));
+    up.save_gate_up = 1;
+  }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
 
   auto down = arguments(s, m.down, act);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.a, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
+  down.a = up.out;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w_down, down_shape(s)));
-  down.out = destination(m.y_MxD, 2 * s.d_model, s.rows);
+  down.slot_M = plan.slot_M;
+  down.weight_TxK = weight_TxK;
+  if (s.top_k == 1) {  // the combine is a product per row: the down product does it and writes to the tokens
+    down.scatter = reinterpret_cast<uint8_t*>(y_TxD);
+    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
+    return run_gemm(m.down, down, stream);
+  }
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.out, "y", Element::kBf16, m.y_MxD, rows_shape(s, s.d_model)));
   MOE_RETURN_IF_ERROR(run_gemm(m.down, down, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
@@ -211,16 +219,17 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
     auto up = arguments(s, m.gate_up, act);
     up.a = x;
     up.b = w_up_map;
-    up.gate_up = destination(gate_up_2xMxF, 2 * s.width, s.rows);
+    up.gate_up = gate_up;
+    up.save_gate_up = 1;
     MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
   }
 
   auto dh = arguments(s, m.dgrad_down, act);
   dh.a = dy;
   dh.b = w_down_map;
-  dh.extra = gate_up;
-  dh.out = destination(m.d_gate_up_2xMxF, 2 * s.width, s.rows);
-  dh.scaled_h = destination(m.scaled_h_MxF, 2 * s.width, s.rows);
+  dh.gate_up = gate_up;
+  dh.out = d_gate_up;
+  dh.scaled_h = scaled_h;
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
   dh.weight_partial = m.partial_CxM;
@@ -229,26 +238,31 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   auto dw_down_args = arguments(s, m.wgrad_down, act);
   dw_down_args.a = dy;
   dw_down_args.b = scaled_h;
-  dw_down_args.extra = dw_down_map;
-  dw_down_args.out = destination(dw_down, 4 * s.width, s.d_model);
+  dw_down_args.out = dw_down_map;
   dw_down_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
 
   auto dx_args = arguments(s, m.dgrad_gate_up, act);
   dx_args.a = d_gate_up;
   dx_args.b = w_up_map;
-  dx_args.out = destination(m.dx_MxD, 2 * s.d_model, s.rows);
+  if (s.top_k == 1) {
+    dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
+    dx_args.slot_M = plan.slot_M;
+    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
+  } else {
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.out, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model)));
+  }
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
 
   auto dw_up_args = arguments(s, m.wgrad_gate_up, act);
   dw_up_args.a = d_gate_up;
   dw_up_args.b = x;
-  dw_up_args.extra = dw_up_map;
-  dw_up_args.out = destination(dw_gate_up, 4 * s.d_model, s.width);
+  dw_up_args.out = dw_up_map;
   dw_up_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
 
   MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
+  if (s.top_k == 1) return {};
   return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
 }
 

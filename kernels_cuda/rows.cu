@@ -88,6 +88,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    zero_unrouted_kernel(uint4* __restrict__ y_TxV, int vectors, int64_t tokens, int top_k, const int32_t* __restrict__ row_TxK) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x / 32 * 32;  // 32 tokens a warp
+  const int64_t mine = first + threadIdx.x % 32;
+  bool routed = mine >= tokens;
+  for (int s = 0; s < top_k && !routed; ++s) routed = row_TxK[mine * top_k + s] >= 0;
+  for (unsigned left = __ballot_sync(0xffffffffu, !routed); left != 0; left &= left - 1) {
+    const int64_t token = first + __ffs(left) - 1;
+    for (int v = threadIdx.x % 32; v < vectors; v += 32) y_TxV[token * vectors + v] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
     weight_partials_kernel(const float* __restrict__ partial_CxM, float* __restrict__ d_weight_TxK, int64_t slots, int chunks, int64_t rows,
                            const int32_t* __restrict__ row_TxK) {
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -117,6 +129,13 @@ Status combine_rows(const LayerShape& s, const uint16_t* rows_MxD, const float* 
       reinterpret_cast<const uint4*>(rows_MxD), weight_TxK, reinterpret_cast<uint4*>(y_TxD), static_cast<int>(s.d_model / 8),
       static_cast<int>(s.top_k), plan.row_TxK);
   return launched("combine_rows");
+}
+
+Status zero_unrouted(const LayerShape& s, const Plan& plan, uint16_t* y_TxD, cudaStream_t stream) {
+  if (s.tokens == 0) return {};
+  zero_unrouted_kernel<<<static_cast<unsigned>((s.tokens + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      reinterpret_cast<uint4*>(y_TxD), static_cast<int>(s.d_model / 8), s.tokens, static_cast<int>(s.top_k), plan.row_TxK);
+  return launched("zero_unrouted");
 }
 
 Status sum_weight_partials(const LayerShape& s, const float* partial_CxM, const Plan& plan, float* d_weight_TxK, cudaStream_t stream) {

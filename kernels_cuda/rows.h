@@ -13,6 +13,9 @@ Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan&
 Status combine_rows(const LayerShape& shape, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,
                     cudaStream_t stream);
 
+// y_TxD[t] = 0 for every token none of whose slots has a row (where the down product scatters to tokens itself, K = 1).
+Status zero_unrouted(const LayerShape& shape, const Plan& plan, uint16_t* y_TxD, cudaStream_t stream);
+
 // d_weight_TxK = the partial sums of each slot's row added in order; 0 for a slot without a row.
 Status sum_weight_partials(const LayerShape& shape, const float* partial_CxM, const Plan& plan, float* d_weight_TxK,
                            cudaStream_t stream);

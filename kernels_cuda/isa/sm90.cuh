@@ -62,6 +62,7 @@ struct Sm90 {
         "r"(parity)
         : "memory");
   }
+  static MOE_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
   static MOE_FN void warp_sync() { __syncwarp(); }
   static MOE_FN void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -85,6 +86,18 @@ struct Sm90 {
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(3))
         : "memory");
   }
+  static MOE_FN void store_panel(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(src), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+  }
+  static MOE_FN void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+  template <int kPending>
+  static MOE_FN void store_wait_read() {  // shared memory of all but the newest kPending groups may be overwritten
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  }
+  static MOE_FN void store_wait_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }  // writes are visible
+  static MOE_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   static MOE_FN void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
   // --- tensor cores --------------------------------------------------------------------------------------------------------
@@ -139,15 +152,7 @@ struct Sm90 {
   }
 
   // --- global memory, flags ------------------------------------------------------------------------------------------------
-  // kStream: not read again soon, so it should leave the L2 first.
-  template <bool kStream>
-  static MOE_FN void store_vector(void* address, const Vector& v) {
-    if (kStream) {
-      __stcs(static_cast<Vector*>(address), v);
-    } else {
-      *static_cast<Vector*>(address) = v;
-    }
-  }
+  static MOE_FN void store_vector(void* address, const Vector& v) { *static_cast<Vector*>(address) = v; }
   static MOE_FN int load_acquire(const int* address) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
