@@ -165,3 +165,54 @@ def test_a_poisoned_token_reaches_its_own_output_and_its_experts_gradients_only(
     for e in range(E):
         assert np.isnan(np.asarray(d_gate_up[e])).any() == (e in touched)
     assert np.isfinite(np.delete(np.asarray(dx), 7, 0)).all() and np.isnan(np.asarray(dx[7])).any()
+
+
+def channel_errors(got, expected, axis):
+    """Relative error of each channel along `axis`, in norm over the others."""
+    others = tuple(a for a in range(np.ndim(got)) if a != axis)
+    difference = np.linalg.norm(
+        np.moveaxis(np.asarray(got) - np.asarray(expected), axis, 0).reshape(got.shape[axis], -1), axis=1
+    )
+    return difference / np.sqrt(np.sum(np.square(np.asarray(expected, np.float64)), axis=others))
+
+
+def test_tokens_and_channels_of_any_magnitude_keep_their_precision():
+    """Channels spread over 24 binades: a block along the wrong axis mixes them and loses the small ones, in any product.
+
+    On data of one magnitude both orientations decode to the same numbers, and a wrong one would pass.
+    """
+    exact_spec = dataclasses.replace(SPEC, recipe="fp32", backend="dense")
+    spread = lambda size: jnp.asarray(2.0 ** -(np.arange(size) % 25), jnp.float32)  # noqa: E731
+
+    values, ids = inputs(4)
+    scaled = values | {name: values[name] * spread(T)[:, None] for name in ("x", "dy")}
+    got, exact = layer(SPEC, scaled, ids), layer(exact_spec, scaled, ids)
+    for name, one, other in zip(("y: x and h", "dx: dy and da"), got[:2], exact[:2]):
+        errors = channel_errors(one, other, 0)
+        assert 0.02 < errors.min() and errors.max() < 0.15, (name, errors.min(), errors.max())
+
+    scaled = values | {
+        "x": values["x"] * spread(D),
+        "dy": values["dy"] * spread(D),
+        "w_gate_up": values["w_gate_up"] * spread(D),
+        "w_down": values["w_down"] * spread(F),
+    }
+    got, exact = layer(SPEC, scaled, ids), layer(exact_spec, scaled, ids)
+    for name, index, axis in (
+        ("dx: dgrad of w_gate_up", 1, 1),
+        ("dw_gate_up, columns: wgrad of x", 3, 3),
+        ("dw_gate_up, rows: dgrad of w_down, wgrad of da", 3, 2),
+        ("dw_down, rows: wgrad of dy", 4, 1),
+    ):
+        errors = channel_errors(got[index], exact[index], axis)
+        assert 0.02 < errors.min() and errors.max() < 0.15, (name, errors.min(), errors.max())
+
+    scaled = values | {"w_gate_up": values["w_gate_up"] * spread(F)[:, None]}
+    scaled["w_down"] = values["w_down"] * spread(D)[:, None]
+    got, exact = layer(SPEC, scaled, ids), layer(exact_spec, scaled, ids)
+    for name, index, axis in (
+        ("y: fprop of w_down", 0, 1),
+        ("dw_down, columns: fprop of w_gate_up, wgrad of h", 4, 2),
+    ):
+        errors = channel_errors(got[index], exact[index], axis)
+        assert 0.02 < errors.min() and errors.max() < 0.15, (name, errors.min(), errors.max())

@@ -93,13 +93,13 @@ def grouped_matmul(
       count_E: int32, rows of each group.
       form, aligned_rows: as in `dot_general`.
     Returns:
-      FP32 out_MxN; zero in rows outside every group, which are not read.
+      FP32 out_MxN; zero in rows outside every group, whatever they hold.
     """
     tiles = _tiles(lhs_MxK, "lhs_MxK")
 
     def tile_product(tile):
         expert, real_rows = _tile_owner(tile, start_E, count_E)
-        rows = _masked_rows(_rows(lhs_MxK, tile), real_rows)
+        rows = _rows(lhs_MxK, tile)
         out = dot_general(
             rows, _expert(rhs_ExNxK, expert), (((1,), (1,)), ((), ())), form=form, aligned_rows=aligned_rows
         )
@@ -136,8 +136,7 @@ def grouped_wgrad(
 
     def add_tile(total_ExNxK, tile):
         expert, real_rows = _tile_owner(tile, start_E, count_E)
-        lhs = _masked_rows(_rows(lhs_MxN, tile), real_rows)
-        rhs = _masked_rows(_rows(rhs_MxK, tile), real_rows)
+        lhs, rhs = _rows(lhs_MxN, tile), _rows(rhs_MxK, tile)
         product = dot_general(lhs, rhs, (((0,), (0,)), ((), ())), form=form, aligned_rows=(1, 1))
         return total_ExNxK.at[expert].add(jnp.where(real_rows > 0, product, 0.0)), None
 
@@ -265,19 +264,6 @@ def _rows(mx: MXArray, tile: jax.Array) -> MXArray:
     blocked_rows = mx.axis == -2
     return dataclasses.replace(
         mx, elements=cut(mx.elements, TILE), scales=cut(mx.scales, TILE // BLOCK if blocked_rows else TILE)
-    )
-
-
-def _masked_rows(mx: MXArray, real_rows: jax.Array) -> MXArray:
-    """Zero elements from row `real_rows` on, and code 0 in their blocks: what was there is never read."""
-
-    def clear(leaf, rows_per_entry):
-        row_axis = 1 if mx.transposed else 0
-        first_row = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, row_axis) * rows_per_entry
-        return jnp.where(first_row < real_rows, leaf, jnp.zeros_like(leaf))
-
-    return dataclasses.replace(
-        mx, elements=clear(mx.elements, 1), scales=clear(mx.scales, BLOCK if mx.axis == -2 else 1)
     )
 
 
