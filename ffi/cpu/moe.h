@@ -39,7 +39,7 @@ struct ForwardBuffers {
   const float* weight = nullptr;  // T x K
   RowsOut y;                      // T x D, in the dtype of x; unused with top_k = 0
   RowsOut y_rows;                 // M x D in the compute dtype: a workspace, or with top_k = 0 the result (zero in padding)
-  RowsOut saved;                  // M x 2F gate and up in the compute dtype, or null; zero in padding
+  RowsOut saved;                  // M x 2F gate and up in the compute dtype, or null; padding is not written (and never read)
 };
 void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers);
 

@@ -11,7 +11,8 @@
 namespace moejax::cpu {
 namespace {
 
-constexpr int64_t kOwnedRows = 256;   // output rows of a weight gradient that one task owns
+constexpr int64_t kOwnedRows = 256;       // output rows of a weight gradient that one task owns
+constexpr int64_t kTilesPerThread = 12;   // tiles of a window per thread
 
 // Consecutive tiles of one expert in the window, by position in the window.
 struct Segment {
@@ -177,7 +178,10 @@ void ZeroWhatNoRowWrites(Pool& pool, const Layer& layer, const BackwardBuffers& 
 void MoeBackward(Pool& pool, const Layer& layer, const BackwardBuffers& buffers) {
   const int64_t D = layer.shape.d_model, F = layer.shape.width;
   const std::vector<Tile> tiles = Tiles(layer.groups);
-  const int64_t tile_count = static_cast<int64_t>(tiles.size()), window_tiles = buffers.window_rows / kTile;
+  const int64_t tile_count = static_cast<int64_t>(tiles.size());
+  // As many tiles in flight as keep the threads busy, and no more: the window's memory stays in the cache and, being fresh on every
+  // call, costs a page fault per 4 KiB touched. It never changes a sum.
+  const int64_t window_tiles = std::min(buffers.window_rows / kTile, kTilesPerThread * (pool.num_threads() + 1));
   const Window window(buffers.window, D, F, buffers.window_rows);
   ZeroWhatNoRowWrites(pool, layer, buffers);
   for (int64_t first = 0; first < tile_count; first += window_tiles) {

@@ -67,7 +67,6 @@ void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers) {
       WriteRow(y + i * D, tile.first_row + i, D, buffers.y_rows);
     }
   });
-  ZeroPadding(pool, layer.groups, 2 * F, buffers.saved);
   if (layer.shape.top_k == 0) {
     ZeroPadding(pool, layer.groups, D, buffers.y_rows);
   } else {
