@@ -35,10 +35,11 @@ def router_logits(x_BxLxD: jax.Array, w_router_ExD: jax.Array, router_bias_E: ja
     for name, array in (("w_router_ExD", w_router_ExD), ("router_bias_E", router_bias_E)):
         if array is not None and array.dtype != jnp.float32:
             raise TypeError(f"{name} is {array.dtype}; expected float32: the router runs in FP32 in every recipe")
+    w_router_ExD = _whole(w_router_ExD)
     x_BxLxD = x_BxLxD.astype(jnp.float32)
     # HIGHEST: by default a GPU multiplies FP32 operands in TF32, with 10 bits of mantissa.
     logits_BxLxE = jnp.einsum("...d,ed->...e", x_BxLxD, w_router_ExD, precision=jax.lax.Precision.HIGHEST)
-    return logits_BxLxE if router_bias_E is None else logits_BxLxE + router_bias_E
+    return logits_BxLxE if router_bias_E is None else logits_BxLxE + _whole(router_bias_E)
 
 
 def route(
@@ -85,7 +86,7 @@ def route(
             select_BxLxE = _score(logits_BxLxE, router) if router.score_before_topk else logits_BxLxE
             select_BxLxE = jax.lax.stop_gradient(select_BxLxE)
             if bias_E is not None:
-                select_BxLxE += jax.lax.stop_gradient(bias_E)
+                select_BxLxE += _whole(jax.lax.stop_gradient(bias_E))
             broken_BxL |= ~jnp.all(jnp.isfinite(select_BxLxE), axis=-1) & mask_BxL
             # Any finite stand-in gives distinct ids: top_k of a row with a NaN depends on the NaN's sign.
             chosen_BxLxK = _choose(jnp.where(broken_BxL[..., None], 0.0, select_BxLxE), router)
@@ -156,10 +157,11 @@ def _choose(select_BxLxE, router: RouterConfig):
 def _look_up(token_BxL, hash_table_VxK, spec: MoESpec):
     """Experts from the frozen table, and which tokens have none there (their ids become 0..K-1)."""
     # With explicitly sharded tokens JAX asks how the gathered rows lie: as the tokens do.
-    sharding = getattr(jax.typeof(token_BxL), "sharding", None)
-    known = sharding is not None and any(axis is not None for axis in sharding.spec)
-    chosen_BxLxK = jnp.asarray(hash_table_VxK).at[token_BxL].get(
-        mode="fill", fill_value=-1, out_sharding=jax.P(*sharding.spec, None) if known else None
+    spec_BxL = jax.typeof(token_BxL).sharding.spec
+    chosen_BxLxK = (
+        _whole(jnp.asarray(hash_table_VxK))
+        .at[token_BxL]
+        .get(mode="fill", fill_value=-1, out_sharding=jax.P(*spec_BxL, None) if any(spec_BxL) else None)
     )
     valid_BxLxK = (chosen_BxLxK >= 0) & (chosen_BxLxK < spec.num_experts)
     same_BxLxKxK = chosen_BxLxK[..., :, None] == chosen_BxLxK[..., None, :]
@@ -190,6 +192,18 @@ def _combine_weights(logits_BxLxE, chosen_BxLxK, router: RouterConfig):
     if router.norm_topk:
         weight_BxLxK = weight_BxLxK / (jnp.sum(weight_BxLxK, axis=-1, keepdims=True) + NORM_EPSILON)
     return weight_BxLxK * router.route_scale
+
+
+def _whole(array: jax.Array) -> jax.Array:
+    """Gathers a small sharded array, such as gate weights over `fsdp`: every token reads all of it."""
+    if any(jax.typeof(array).sharding.spec):
+        return jax.reshard(array, jax.P())
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    if kinds == {
+        jax.sharding.AxisType.Auto
+    }:  # or the partitioner computes logits sharded over experts, and moves those
+        return jax.lax.with_sharding_constraint(array, jax.P())
+    return array
 
 
 def _take(value_BxLxE, chosen_BxLxK):
