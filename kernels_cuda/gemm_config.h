@@ -27,8 +27,8 @@ struct GemmConfig {
   static constexpr int kAcc = kTileN / 2;       // FP32 accumulators per consumer thread
   static constexpr int kColumns64 = kTileN / 64;  // 64-column chunks of the epilogue
   static constexpr int kWeightChunk = 128;      // columns of F in one partial sum of d(weight): the same in every configuration
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
 
   static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
 
@@ -64,7 +64,9 @@ struct GemmArguments {
   const float* weight_TxK;    // kDgradDown, kDown with scatter: combine weights, by slot
   const int* slot_M;          // kDgradDown, scatter: slot of each row, -1 for padding
   float* weight_partial;      // kDgradDown: FP32 [ceil(F / 128)][M] partial sums of d(weight)
+  float* dw;                  // weight gradients: where they go
   int64_t num_rows;           // M
+  int m_extent;               // weight gradients: output rows of one matrix
   int k_blocks;               // row kinds: 64-wide blocks along the contraction (of one half, for kDgradGateUp)
   int n_extent;               // output columns
   int save_gate_up;           // kGateUp: write gate and up

@@ -17,15 +17,15 @@
 
 namespace moe {
 
-#ifndef MOE_WGRAD_STAGES
-#define MOE_WGRAD_STAGES 0
+#ifndef MOE_WGRAD_DIRECT
+#define MOE_WGRAD_DIRECT 1
 #endif
-constexpr int kWgradStages = MOE_WGRAD_STAGES;
+constexpr bool kWgradDirect = MOE_WGRAD_DIRECT != 0;
 
 // Stages of the ring that a tile's results pass through (kDgradDown: those that brought gate and up), and whether staging is used.
 template <class Config>
 MOE_HOST_FN constexpr int drain_stages(Kind kind) {
-  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? kWgradStages : 1;
+  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
 MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kDgradDown && kind != kGateUp; }
 
@@ -86,7 +86,7 @@ struct Epilogue {
     }
   }
 
-  // y or dx: rounded once to BF16. Units: columns 0..127 in staging, the rest in one stage. With one expert per token the combine
+  // y or dx: rounded once to BF16. Units: columns 0..127 in one stage, which is wanted back first, the rest in staging. With one expert per token the combine
   // is a product and a second rounding, done here: the rows then go straight to their tokens.
   template <class Arguments, class RingType>
   MOE_FN void write_rows(const float (&acc)[Config::kAcc], const Task& tile, int rows, const Arguments& args, RingType& ring) {
@@ -97,8 +97,8 @@ struct Epilogue {
     begin_tile();
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
-      if (chunk == 2) Isa::barrier_wait(ring.full(), ring.phase);
-      uint32_t panel = chunk < 2 ? staging_panel<Config>(base, consumer, chunk) : slot_panel<Config>(ring.data(), consumer, chunk - 2);
+      if (chunk == 0) Isa::barrier_wait(ring.full(), ring.phase);
+      uint32_t panel = chunk < 2 ? slot_panel<Config>(ring.data(), consumer, chunk) : staging_panel<Config>(base, consumer, chunk - 2);
       write_bf16(panel, [&](int jj, int i) {
         int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
         uint32_t v = Isa::pack_bf16(acc[at], acc[at + 1]);
@@ -242,55 +242,65 @@ struct Epilogue {
     }
   }
 
-  // Weight gradients, FP32: 32 columns a panel. Either two panels in staging and three in each of two stages, or all through
-  // staging: then each panel is a unit of its own, and has a credit of its own.
-  template <class RingType>
-  MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], RingType& ring) {
-    if constexpr (kWgradStages == 0) {
+  // Weight gradients, FP32, through staging: each panel of 32 columns is a unit, and has a credit of its own.
+  MOE_FN void write_wgrad_staged(const float (&acc)[Config::kAcc]) {
+    MOE_UNROLL
+    for (int part = 0; part < Config::kTileN / 32; ++part) {
+      const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
+      Isa::barrier_wait(credit_barrier<Config>(base, consumer, part % 2), (use & 1) ^ 1);
+      write_fp32(acc, part, staging_panel<Config>(base, consumer, part % 2));
+      finish_unit(part % 2);
+    }
+    ++tiles;
+  }
+
+  // Weight gradients, FP32, straight from the registers: neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so
+  // that each writes 16 bytes and four lanes 64 bytes of a row.
+  template <class Arguments>
+  MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], const Task& tile, Kind kind, const Arguments& args) const {
+    const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
+    const int first_row = tile.m0 + 64 * static_cast<int>(consumer) + row_in_group();
+    const uint32_t odd = lane % 2;
+    const int first_column = tile.n0 + (odd ? 8 : 0) + 4 * ((lane % 4) / 2);
+    const int64_t pitch = args.n_extent;
+    float* at = args.dw + (static_cast<int64_t>(matrix) * args.m_extent + first_row) * pitch + first_column;
+    MOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int columns = first_row + 8 * half < args.m_extent ? args.n_extent - first_column : 0;
       MOE_UNROLL
-      for (int part = 0; part < Config::kTileN / 32; ++part) {
-        const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
-        Isa::barrier_wait(credit_barrier<Config>(base, consumer, part % 2), (use & 1) ^ 1);
-        write_fp32(acc, part, staging_panel<Config>(base, consumer, part % 2));
-        finish_unit(part % 2);
+      for (int jj = 0; jj < Config::kTileN / 16; ++jj) {
+        const int a = 8 * jj + 2 * half, b = a + 4;  // this lane's pairs of blocks 2 jj and 2 jj + 1
+        const float got0 = Isa::shuffle_xor(Isa::select(odd, acc[a], acc[b]), 1);
+        const float got1 = Isa::shuffle_xor(Isa::select(odd, acc[a + 1], acc[b + 1]), 1);
+        const float v0 = Isa::select(odd, got0, acc[a]), v1 = Isa::select(odd, got1, acc[a + 1]);
+        const float v2 = Isa::select(odd, acc[b], got0), v3 = Isa::select(odd, acc[b + 1], got1);
+        if (16 * jj < columns) Isa::store_float4(at + 16 * jj, v0, v1, v2, v3);
       }
-      ++tiles;
-    } else {
-      static_assert(Config::kTileN / 32 <= 2 + 2 * 3, "a tile fits into staging and two stages");
-      begin_tile();
-      MOE_UNROLL
-      for (int part = 0; part < 2; ++part) write_fp32(acc, part, staging_panel<Config>(base, consumer, part));
-      finish_unit(0);
-      MOE_UNROLL
-      for (int unit = 1; unit < 3; ++unit) {
-        Isa::barrier_wait(ring.full(), ring.phase);
-        MOE_UNROLL
-        for (int p = 0; p < 3; ++p) write_fp32(acc, 2 + 3 * (unit - 1) + p, slot_panel<Config>(ring.data(), consumer, p));
-        finish_unit(unit);
-        ring.advance();
-      }
+      at += 8 * pitch;
     }
   }
 };
 
-// One warp writes a BF16 panel to the tokens of its rows (slot_M, K = 1): 16 bytes a lane, full 128-byte lines.
+// One warp writes a BF16 panel to the tokens of its rows: 16 bytes a lane, full 128-byte lines. Lane l holds the tokens of rows l and
+// l + 32, -1 for padding.
 template <class Isa, class Arguments>
-MOE_FN void scatter_panel(const Arguments& args, int row, int column, uint32_t panel) {
+MOE_FN void scatter_panel(const Arguments& args, const int (&tokens)[2], int column, uint32_t panel) {
   const uint32_t lane = Isa::lane_index();
   const int at = column + static_cast<int>(lane % 8) * 8;
-  MOE_NO_UNROLL
-  for (int part = 0; part < 64; part += 16) {
-    typename Isa::Vector values[4];
-    int token[4];
-    MOE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int r = part + 4 * i + static_cast<int>(lane / 8);
-      token[i] = at < args.n_extent ? args.slot_M[row + r] : -1;
-      values[i] = Isa::load_vector(panel + panel_offset(r, lane % 8));
-    }
-    MOE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (token[i] >= 0) Isa::store_vector(args.scatter + 2 * (static_cast<int64_t>(token[i]) * args.n_extent + at), values[i]);
+  MOE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    MOE_NO_UNROLL
+    for (int part = 0; part < 32; part += 16) {
+      typename Isa::Vector values[4];
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) values[i] = Isa::load_vector(panel + panel_offset(32 * half + part + 4 * i + lane / 8, lane % 8));
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int token = Isa::shuffle(tokens[half], part + 4 * i + lane / 8);
+        if (token >= 0 && at < args.n_extent) {
+          Isa::store_vector(args.scatter + 2 * (static_cast<int64_t>(token) * args.n_extent + at), values[i]);
+        }
+      }
     }
   }
 }
@@ -316,8 +326,8 @@ MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t 
     ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
     int column = tile.n0;
 
-    if (is_wgrad(kKind) && kWgradStages == 0) {
-      if (one) {
+    if (is_wgrad(kKind)) {
+      if (!kWgradDirect && one) {
         MOE_NO_UNROLL
         for (int part = 0; part < Config::kTileN / 32; ++part) {
           const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
@@ -334,15 +344,21 @@ MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t 
         Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, 1));
       }
     } else {
+      const bool scatter = kCanScatter && args.scatter != nullptr;
+      int tokens[2] = {-1, -1};
+      if (scatter && wanted) {
+        MOE_UNROLL
+        for (int i = 0; i < 2; ++i) tokens[i] = args.slot_M[row + 32 * i + Isa::lane_index()];
+      }
       MOE_NO_UNROLL
       for (int unit = 0; unit < kUnits; ++unit) {
         Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
-        const bool staged = uses_staging(kKind) && unit == 0;
+        const bool staged = uses_staging(kKind) && unit == 1;
         const uint32_t first = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
-        if (kCanScatter && args.scatter != nullptr) {
+        if (scatter) {
           if (wanted) {
             MOE_NO_UNROLL
-            for (int p = 0; p < 2; ++p) scatter_panel<Isa>(args, row, column + 64 * p, first + p * kPanelBytes);
+            for (int p = 0; p < 2; ++p) scatter_panel<Isa>(args, tokens, column + 64 * p, first + p * kPanelBytes);
           }
           column += 128;
         } else if (one) {
@@ -357,19 +373,14 @@ MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t 
             if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
             column += 64;
           } else {
-            const int panels = staged || !is_wgrad(kKind) ? 2 : 3;
-            const int width = is_wgrad(kKind) ? 32 : 64;
-            MOE_NO_UNROLL
-            for (int p = 0; p < panels; ++p) {
-              if (wanted) {
-                Isa::store_panel(&args.out, first + p * kPanelBytes, column, row, is_wgrad(kKind) ? tile.half : 0,
-                                 is_wgrad(kKind) ? tile.expert : 0);
-              }
-              column += width;
+            if (wanted) {
+              Isa::store_panel(&args.out, first, column, row, 0, 0);
+              Isa::store_panel(&args.out, first + kPanelBytes, column + 64, row, 0, 0);
             }
+            column += 128;
           }
           Isa::store_commit();
-          if (!staged) Isa::template store_wait_read<0>();
+          Isa::template store_wait_read<0>();
         }
         Isa::warp_sync();
         if (!staged) {

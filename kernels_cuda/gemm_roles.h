@@ -26,9 +26,6 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
   TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
   constexpr int kHalfB = Config::kPanelsB / 2;
 
-#ifdef MOE_STAGGER
-  if (is_wgrad(kKind)) Isa::sleep_ns((Isa::cluster_index() % 8) * MOE_STAGGER);
-#endif
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
   auto load_chunks = [&](const Task& tile) {
     MOE_NO_UNROLL
@@ -189,7 +186,11 @@ MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t 
     } else if constexpr (kKind == kDgradDown) {
       epilogue.write_dgrad_down(acc, tile, rows, args, ring);
     } else if constexpr (is_wgrad(kKind)) {
-      epilogue.write_wgrad(acc, ring);
+      if constexpr (kWgradDirect) {
+        epilogue.write_wgrad(acc, tile, kKind, args);
+      } else {
+        epilogue.write_wgrad_staged(acc);
+      }
     } else {
       epilogue.write_rows(acc, tile, rows, args, ring);
     }

@@ -81,6 +81,7 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, const TaskList& list, 
   args.num_tasks = list.num_tasks;
   args.num_rows = s.rows;
   args.k_blocks = k_blocks(s, list.kind);
+  args.m_extent = list.m_extent;
   args.n_extent = list.n_extent;
   args.act = act;
   return args;
@@ -239,6 +240,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_down_args.a = dy;
   dw_down_args.b = scaled_h;
   dw_down_args.out = dw_down_map;
+  dw_down_args.dw = dw_down;
   dw_down_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
 
@@ -258,6 +260,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.a = d_gate_up;
   dw_up_args.b = x;
   dw_up_args.out = dw_up_map;
+  dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
 

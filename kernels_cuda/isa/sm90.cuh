@@ -62,7 +62,6 @@ struct Sm90 {
         "r"(parity)
         : "memory");
   }
-  static MOE_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
   static MOE_FN void warp_sync() { __syncwarp(); }
   static MOE_FN void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -153,6 +152,9 @@ struct Sm90 {
 
   // --- global memory, flags ------------------------------------------------------------------------------------------------
   static MOE_FN void store_vector(void* address, const Vector& v) { *static_cast<Vector*>(address) = v; }
+  static MOE_FN void store_float4(float* address, float a, float b, float c, float d) {
+    *reinterpret_cast<float4*>(address) = make_float4(a, b, c, d);
+  }
   static MOE_FN int load_acquire(const int* address) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -181,9 +183,17 @@ struct Sm90 {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
+  // condition ? a : b in a new register. Left to the compiler, a select on accumulators becomes a move over one of them, and the
+  // allocator then shuffles all accumulators around inside the product loop.
+  static MOE_FN float select(uint32_t condition, float a, float b) {
+    float y;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}" : "=f"(y) : "f"(a), "f"(b), "r"(condition));
+    return y;
+  }
   static MOE_FN float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
   static MOE_FN float mul(float a, float b) { return __fmul_rn(a, b); }
   static MOE_FN float add(float a, float b) { return __fadd_rn(a, b); }
+  static MOE_FN int shuffle(int x, uint32_t from) { return __shfl_sync(0xffffffffu, x, from); }
   static MOE_FN float shuffle_xor(float x, uint32_t mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 };
 
