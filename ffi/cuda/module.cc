@@ -1,0 +1,51 @@
+// The Python module moejax.native._cuda: its handlers as capsules, and what was built.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "cuda/probe.h"
+#include "xla/check.h"
+
+namespace nb = nanobind;
+
+namespace moejax::xla_ffi {
+namespace {
+
+ffi::Error Probe(cudaStream_t stream, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out) {
+  Checker check("moejax_probe");
+  const int64_t n = DimOf(in, 0);
+  check.Array("in", in, {ffi::DataType::S32}, {{"n"}});
+  check.Array("out", *out, {ffi::DataType::S32}, {{"n", n}});
+  if (!check.ok()) return check.error();
+  const cudaError_t status = cuda::LaunchProbe(stream, static_cast<const int32_t*>(in.untyped_data()),
+                                               static_cast<int32_t*>(out->untyped_data()), n);
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, std::string("moejax_probe: launch failed: ") + cudaGetErrorString(status));
+}
+
+XLA_FFI_Error* ProbeHandler(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .To(Probe, {ffi::Traits::kCmdBufferCompatible})
+                                   .release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace
+}  // namespace moejax::xla_ffi
+
+NB_MODULE(_cuda, module) {
+  module.doc() = "XLA FFI handlers of moejax's CUDA kernels. Use moejax.native, which registers them.";
+  module.def("handlers", [] {
+    nb::dict handlers;
+    handlers["moejax_probe"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::ProbeHandler));
+    return handlers;
+  }, "Capsules of the handlers, by FFI target name.");
+  module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+             "Version of the XLA FFI headers this module was compiled against.");
+  module.def("cuda_version", [] { return CUDART_VERSION; }, "Version of the CUDA runtime linked in, such as 13000.");
+  module.def("targets", [] { return nb::make_tuple("sm_90a", "sm_100f"); }, "Architectures the kernels were compiled for.");
+}
