@@ -8,7 +8,6 @@ Give the same command again after an interruption and the run continues; a finis
 and edit: what is reusable is in `moejax.training`.
 """
 
-import dataclasses
 import sys
 
 import jax
@@ -17,6 +16,7 @@ from moejax.checkpoint import Checkpoints
 from moejax.config import Config
 from moejax.config_load import help_text, load
 from moejax.data import open_dataset, train_iterator
+from moejax.mesh import make_mesh
 from moejax.training.compiling import compile_step, use_compile_cache
 from moejax.training.errors import one_line_errors
 from moejax.training.finish import finish
@@ -24,8 +24,8 @@ from moejax.training.loop import fit
 from moejax.training.metrics import MetricLog, Progress
 from moejax.training.report import summary_text
 from moejax.training.run import RunFolder
-from moejax.training.state import abstract_state, create_state, make_skeleton, parameter_counts
-from moejax.training.step import make_step, needs_counting_pass, split_batch
+from moejax.training.state import abstract_state, create_state, make_skeleton, parameter_counts, with_vocabulary
+from moejax.training.step import make_step, needs_counting_pass, place_batch, split_batch
 
 
 def main(arguments: list[str]) -> int:
@@ -34,50 +34,50 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     path, *overrides = arguments
     with one_line_errors() as outcome:
-        train(load(path, overrides))
+        config = load(path, overrides)
+        with RunFolder(config) as run:
+            summary = run.summary()
+            if summary and summary["steps"] >= config.training.steps:
+                print(f"{run.path} has finished:\n{summary_text(summary)}\nreport: {run.path / 'report.html'}")
+            else:
+                with jax.set_mesh(make_mesh(config.mesh, config.moe.num_experts, axis_type=jax.sharding.AxisType.Auto)):
+                    train(run, config)
     return outcome.exit_code
 
 
-def train(config: Config) -> None:
-    with RunFolder(config.run_dir, config) as run:
-        summary = run.summary()
-        if summary and summary["steps"] >= config.training.steps:
-            print(f"{run.path} has finished:\n{summary_text(summary)}\nreport: {run.path / 'report.html'}")
-            return
-        use_compile_cache(config)
-        dataset = open_dataset(config.data)
-        model = dataclasses.replace(config.model, vocab_size=dataset.vocab_size)
-        config = dataclasses.replace(config, model=model)
-        skeleton = make_skeleton(config)
+def train(run: RunFolder, config: Config) -> None:
+    use_compile_cache(config)
+    mesh = jax.sharding.get_mesh()
+    dataset = open_dataset(config.data)
+    run.keep_data(dataset)
+    config = with_vocabulary(config, dataset.vocab_size)
+    skeleton = make_skeleton(config)
 
-        checkpoints = Checkpoints(
-            run.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
-        )
-        finished = checkpoints.latest() or 0
-        if checkpoints.latest() is None:
-            state, position = create_state(config), {"next_index": 0}
-        else:
-            state, position = checkpoints.restore(abstract_state(config))
-            print(f"continuing {run.path} from step {finished}")
-        batches = train_iterator(dataset, config)
+    # Where to start: at the newest checkpoint, or at the beginning.
+    checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
+    batches = train_iterator(dataset, config)
+    finished = checkpoints.latest()
+    if finished is None:
+        state = create_state(config, mesh)
+    else:
+        state, position = checkpoints.restore(abstract_state(config, mesh))
         batches.set_state(position)
+        print(f"continuing {run.path} from step {finished}")
 
-        total, active = parameter_counts(state.params, config)
-        print(
-            f"{total:,} parameters, {active:,} active per token; {jax.device_count()} {jax.default_backend()} device(s)"
-        )
-        if needs_counting_pass(config):
-            print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
-        example = split_batch(next(train_iterator(dataset, config)), config.training.micro_batches)
-        step = compile_step(make_step(skeleton, config), state, example)
+    total, active = parameter_counts(state.params, config)
+    print(f"{total:,} parameters, {active:,} active per token; {mesh.size} {jax.default_backend()} device(s)")
+    if needs_counting_pass(config):
+        print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
+    example = split_batch(next(train_iterator(dataset, config)), config.training.micro_batches)
+    step = compile_step(make_step(skeleton, config), state, place_batch(example, mesh))
 
-        log = MetricLog(run.path, finished=finished, tensorboard=config.log.tensorboard)
-        progress = Progress(config.training.steps, finished, config.log.every_steps)
-        state = fit(state, step, batches, checkpoints, log, progress, config)
-        log.close()
-        checkpoints.close()
-        if state is not None:
-            finish(run, config, dataset, skeleton, state)
+    log = MetricLog(run.path, finished=finished or 0, tensorboard=config.log.tensorboard)
+    progress = Progress(config.training.steps, finished or 0, config.log.every_steps)
+    trained = fit(state, step, batches, checkpoints, log, progress, config, mesh)
+    log.close()
+    checkpoints.close()
+    if trained is not None:
+        finish(run, config, dataset, skeleton, trained)
 
 
 if __name__ == "__main__":

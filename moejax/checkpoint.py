@@ -228,8 +228,8 @@ def _remove_unfinished(folder: pathlib.Path) -> None:
 
 def _first_line(error: BaseException) -> str:
     """The innermost cause in one line: Orbax wraps what matters (`No space left on device`) in its own exceptions."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
     text = str(error).strip().splitlines()
     if not text:
         return type(error).__name__

@@ -20,7 +20,6 @@ def fetched(step, experts=5, layers=2):
     rng = np.random.default_rng(step)
     count = rng.integers(0, 50, (layers, experts)).astype(np.int32)
     return {
-        "step": np.int64(step),
         "loss": np.float32(3.0 / step),
         "balance_loss": np.float32(0.01),
         "grad_norm": np.float32(1.5),
@@ -35,7 +34,7 @@ def fetched(step, experts=5, layers=2):
 def write_steps(folder, first, last, finished):
     log = MetricLog(folder, finished=finished, tensorboard=False)
     for step in range(first, last + 1):
-        log.write(step_record(fetched(step), 0.5, with_load=step % 2 == 0))
+        log.write(step_record(step, fetched(step), 0.5, with_load=step % 2 == 0))
     log.close()
 
 
@@ -58,7 +57,7 @@ def test_log_says_how_many_records_are_gone(tmp_path):
 
 def test_tensorboard_files_hold_the_scalars(tmp_path):
     log = MetricLog(tmp_path, finished=0, tensorboard=True)
-    log.write(step_record(fetched(1), 0.5, with_load=True))
+    log.write(step_record(1, fetched(1), 0.5, with_load=True))
     log.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
@@ -68,13 +67,13 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
 
 def test_record_of_a_step_has_load_entropy_and_drops_per_layer():
     metrics = fetched(3)
-    record = step_record(metrics, 0.25, with_load=True)
+    record = step_record(3, metrics, 0.25, with_load=True)
     count = metrics["count_NxE"]
     np.testing.assert_allclose(record["expert_load_max"], count.max(1) / count.mean(1), atol=1e-4)
     np.testing.assert_allclose(record["expert_load"], count / count.mean(1, keepdims=True), atol=1e-3)
     assert record["router_entropy"] == [1.25, 1.25] and record["dropped_fraction"] == [0.0, 0.125]
     assert record["tokens_per_second"] == 2560.0
-    assert "expert_load" not in step_record(metrics, 0.25, with_load=False)
+    assert "expert_load" not in step_record(3, metrics, 0.25, with_load=False)
 
 
 class Terminal(io.StringIO):
@@ -86,7 +85,7 @@ class Terminal(io.StringIO):
 def test_progress_prints_a_line_per_interval(stream, lines):
     progress = Progress(30, 0, 10, stream)
     for step in range(1, 31):
-        progress.update(step_record(fetched(step), 0.5, with_load=False))
+        progress.update(step_record(step, fetched(step), 0.5, with_load=False))
     text = stream.getvalue()
     assert text.count("\n") == lines  # steps 1, 10, 20 and 30
     assert "step 20/30" in text and "tokens/s" in text and "ETA" in text and "loss 0.1500" in text
@@ -98,7 +97,7 @@ def test_duration():
 
 
 def test_report_is_one_page_without_outside_parts():
-    records = [step_record(fetched(step), 0.5, with_load=step % 10 == 0 or step == 1) for step in range(1, 41)]
+    records = [step_record(step, fetched(step), 0.5, with_load=step % 10 == 0 or step == 1) for step in range(1, 41)]
     values = report.summary(records, HeldOut(nats=300.0, tokens=250, bytes=200), 1000, 400)
     assert values["heldout_nats_per_byte"] == 1.5
     assert values["heldout_bits_per_byte"] == pytest.approx(1.5 / np.log(2))
@@ -114,7 +113,7 @@ def test_report_is_one_page_without_outside_parts():
 
 
 def test_heat_map_pixels_show_the_load():
-    records = [step_record(fetched(step), 0.5, with_load=True) for step in range(1, 4)]
+    records = [step_record(step, fetched(step), 0.5, with_load=True) for step in range(1, 4)]
     page = report.report_html(records, {}, "", "", "t")
     pictures = [_decode(base64.b64decode(text)) for text in re.findall(r'href="data:image/png;base64,([^"]+)"', page)]
     assert len(pictures) == 2 and pictures[0].shape == (5, 3, 3)  # experts down, records to the right

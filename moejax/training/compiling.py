@@ -25,8 +25,12 @@ def use_compile_cache(config: Config) -> None:
 
 
 def compile_step(step: Callable, state: Any, batch: Any) -> Callable:
-    """`step(state, batch)` compiled for these shapes, its state donated. Calling it with other shapes is an error."""
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    """`step(state, batch)` compiled for these shapes and shardings, its state donated; the next state is sharded as this one.
+
+    Calling it with other shapes is an error, so nothing compiles again in the middle of a run.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, batch).compile()
 
 
 def _processor() -> str:

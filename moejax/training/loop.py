@@ -12,7 +12,7 @@ from moejax.checkpoint import Checkpoints, first_non_finite
 from moejax.config import Config
 from moejax.training.metrics import MetricLog, Progress, step_record
 from moejax.training.state import TrainState
-from moejax.training.step import first_bad_gradient, split_batch
+from moejax.training.step import first_bad_gradient, place_batch, split_batch
 
 
 class TrainingError(RuntimeError):
@@ -27,6 +27,7 @@ def fit(
     log: MetricLog,
     progress: Progress,
     config: Config,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> TrainState | None:
     """Trains from `state` to `config.training.steps`.
 
@@ -36,6 +37,8 @@ def fit(
       state: the state to continue from; its arrays are given to the step, do not use them afterwards.
       step_fn: the compiled step (`step.py`).
       batches: iterator of (B, L) int32 batches with `get_state()`, standing at this state's position.
+      checkpoints, log, progress: what is written and shown.
+      mesh: what the batches are spread over; None: one device.
     Returns:
       The final state, or None if the run was interrupted (its state is in the checkpoint).
     Raises:
@@ -57,7 +60,7 @@ def fit(
             )
         now = time.monotonic()
         with_load = number % config.log.every_steps == 0 or number in (1, total)
-        record = step_record(fetched | {"step": np.int64(number)}, now - started, with_load=with_load)
+        record = step_record(number, fetched, now - started, with_load=with_load)
         started = now
         log.write(record)
         progress.update(record)
@@ -70,7 +73,7 @@ def fit(
         pending = None
         started = time.monotonic()
         for number in range(first + 1, total + 1):
-            batch = split_batch(next(batches), config.training.micro_batches)
+            batch = place_batch(split_batch(next(batches), config.training.micro_batches), mesh)
             state, metrics = step_fn(state, batch)
             if pending is not None:
                 finish(*pending)

@@ -76,16 +76,17 @@ class MetricLog:
             self._board.close()
 
 
-def step_record(metrics: dict[str, np.ndarray], seconds: float, *, with_load: bool) -> dict[str, Any]:
+def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, with_load: bool) -> dict[str, Any]:
     """The JSON record of one step from the step's (fetched) metrics.
 
     Args:
+      step: its number, from 1.
       seconds: wall time of the step.
       with_load: also the load of every expert in every layer, as a multiple of the mean (`expert_load`, layers x experts).
     """
     tokens = int(metrics["tokens"])
-    record = {
-        "step": int(metrics["step"]),
+    record: dict[str, Any] = {
+        "step": step,
         "loss": float(metrics["loss"]),
         "balance_loss": float(metrics["balance_loss"]),
         "grad_norm": float(metrics["grad_norm"]),

@@ -1,6 +1,8 @@
 """The folder of a run: who may use it, which config it belongs to, and what is in it.
 
 config.yaml     the whole config, checked when the run continues
+tokenizer.json  what the model's tokens mean
+data.json       which corpus it learns from, checked when the run continues
 checkpoints/    see moejax/checkpoint.py
 metrics.jsonl, tensorboard/, summary.json, sample.txt, report.html
 """
@@ -15,6 +17,7 @@ import yaml
 
 from moejax.config import Config
 from moejax.config_load import config_to_dict, numerics_diff
+from moejax.data import Dataset
 
 
 class RunError(RuntimeError):
@@ -25,14 +28,14 @@ class RunFolder:
     """The locked folder of one run; use it in a `with` statement.
 
     Args:
-      path: the folder; created if absent.
-      config: the config of this run, compared with the stored one if the folder has checkpoints.
+      config: the config of this run: `run_dir` is the folder (created if absent), and the rest is compared with the config
+        stored there if it has checkpoints.
     Raises:
       RunError: not writable, in use by another process, or its run has another config (the keys are listed).
     """
 
-    def __init__(self, path: str | pathlib.Path, config: Config):
-        self.path = pathlib.Path(path)
+    def __init__(self, config: Config):
+        self.path = pathlib.Path(config.run_dir or "runs/default")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         try:
@@ -74,14 +77,30 @@ class RunFolder:
         os.replace(temporary, path)
         return path
 
+    def keep_data(self, dataset: Dataset) -> None:
+        """Stores the tokenizer and the corpus's key; a run that continues must find the corpus it began with.
+
+        Raises:
+          RunError: the corpus is another one. Its position in the data would point at other text.
+        """
+        now = {"corpus": dataset.folder.name, "train_tokens": len(dataset.train.tokens)}
+        path = self.path / "data.json"
+        if self.started and path.exists() and json.loads(path.read_text()) != now:
+            raise RunError(
+                f"the text changed since {self.path} began: bring it back, choose another folder with run_dir=…, "
+                f"or delete {self.path}"
+            )
+        self.write("data.json", json.dumps(now) + "\n")
+        self.write("tokenizer.json", dataset.tokenizer.to_json())
+
     def write_summary(self, values: dict[str, Any]) -> None:
         """Marks the run as finished."""
         self.write("summary.json", json.dumps(values, indent=2) + "\n")
 
     def _check_or_store(self, config: Config) -> None:
         stored = self.path / "config.yaml"
-        started = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        if started and stored.exists():
+        self.started = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        if self.started and stored.exists():
             changed = numerics_diff(yaml.safe_load(stored.read_text()), config)
             if changed:
                 raise RunError(

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from moejax.checkpoint import named_leaves
 from moejax.config import Config
+from moejax.mesh import named_sharding
 from moejax.nn.moe import RouterBias
 from moejax.training.optimizer import make_optimizer
 
@@ -74,10 +76,22 @@ def model_class(module: str) -> type:
     return getattr(found, name)
 
 
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The config with `model.vocab_size` filled in from the tokenizer; a larger one that the user chose stays.
+
+    Raises:
+      ValueError: the user chose fewer ids than the tokenizer has.
+    """
+    chosen = config.model.vocab_size
+    if chosen is not None and chosen < vocab_size:
+        raise ValueError(f"model.vocab_size is {chosen}, but the tokenizer has {vocab_size} ids: leave it out")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=chosen or vocab_size))
+
+
 def make_skeleton(config: Config) -> Skeleton:
     """The static part of `config.model.module`; no array is created."""
     model = nnx.eval_shape(lambda: _build(config, jax.random.key(config.training.seed)))
-    graphdef, params, router_bias = nnx.split(model, nnx.Param, RouterBias)
+    graphdef, params, router_bias = nnx.split(model, nnx.Param, RouterBias)  # type: ignore[misc]
     return Skeleton(graphdef, params, router_bias)
 
 
@@ -86,7 +100,7 @@ def make_init(config: Config) -> Callable[[], TrainState]:
 
     def init() -> TrainState:
         model_key, run_key = jax.random.split(jax.random.key(config.training.seed))
-        _, params, router_bias = nnx.split(_build(config, model_key), nnx.Param, RouterBias)
+        _, params, router_bias = nnx.split(_build(config, model_key), nnx.Param, RouterBias)  # type: ignore[misc]
         params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.to_pure_dict(params))
         return TrainState(
             step=jnp.int32(0),
@@ -99,14 +113,38 @@ def make_init(config: Config) -> Callable[[], TrainState]:
     return init
 
 
-def abstract_state(config: Config) -> TrainState:
-    """Shapes, dtypes and (under a mesh) shardings of the state, as `jax.ShapeDtypeStruct`s."""
-    return jax.eval_shape(make_init(config))
+def abstract_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> TrainState:
+    """Shapes, dtypes and (with a mesh) shardings of the state, as `jax.ShapeDtypeStruct`s.
+
+    A parameter is sharded by the logical names of its axes (`moejax.mesh`), its moments like it, all else replicated.
+    """
+    abstract = jax.eval_shape(make_init(config))
+    if mesh is None:
+        return abstract
+    model = nnx.eval_shape(lambda: _build(config, jax.random.key(0)))
+    logical = {
+        ".".join(map(str, path)): getattr(variable, "logical_axes", None)
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+    }
+
+    def placed(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # `opt_state.0.mu.head.w_OxI` is sharded like `head.w_OxI`: the longest end of its name that is a variable's
+        parts = name.split(".")
+        ends = (".".join(parts[start:]) for start in range(1, len(parts)))
+        axes = next((logical[end] for end in ends if end in logical), None)
+        if axes is None or len(axes) != leaf.ndim:
+            sharding = jax.NamedSharding(mesh, jax.P())
+        else:
+            sharding = named_sharding(mesh, axes, name, leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    leaves = [placed(name, leaf) for name, leaf in named_leaves(abstract).items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def create_state(config: Config) -> TrainState:
-    """The first state, each leaf born in its own sharding."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config))
+def create_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> TrainState:
+    """The first state, each leaf born in its own sharding; the same values on every mesh."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     return jax.jit(make_init(config), out_shardings=shardings)()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from moejax.checkpoint import named_leaves
 from moejax.config import Config
+from moejax.mesh import named_sharding
 from moejax.ops.balance import balance_loss, update_select_bias
 from moejax.ops.loss import cross_entropy
 from moejax.ops.spec import MoESpec, moe_spec
@@ -31,6 +32,16 @@ Metrics = dict[str, jax.Array]
 def split_batch(batch: dict[str, np.ndarray], micro_batches: int) -> dict[str, np.ndarray]:
     """(B, L) arrays as (m, B/m, L), rows in order."""
     return {name: x.reshape(micro_batches, x.shape[0] // micro_batches, *x.shape[1:]) for name, x in batch.items()}
+
+
+def place_batch(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh | None) -> Batch:
+    """This process's (m, B/m, L) rows as global arrays: rows over the axes that split the batch, L over `context`."""
+    if mesh is None:
+        return batch
+    name = "a micro-batch (training.global_batch / training.micro_batches rows)"
+    rows = (1, batch["token"].shape[1] * jax.process_count(), batch["token"].shape[2])
+    sharding = named_sharding(mesh, (None, "batch", "sequence"), name, rows)
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
 def make_step(skeleton: Skeleton, config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
