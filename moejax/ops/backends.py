@@ -87,15 +87,8 @@ def check_spec(spec: MoESpec) -> None:
       ValueError: a width is not a multiple of the recipe's unit, the experts do not divide, an activation field is
       missing.
     """
-    unit = _MULTIPLE.get(spec.recipe)
-    if unit is None:
-        raise ValueError(f"recipe is {spec.recipe!r}; expected one of {', '.join(_MULTIPLE)}")
     for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
-        if width < 1 or width % unit:
-            raise ValueError(
-                f"{field} is {width}; recipe {spec.recipe} needs a multiple of {unit} in every backend: "
-                f"use {max(1, -(-width // unit)) * unit}"
-            )
+        check_width(field, width, spec.recipe)
     if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
         raise ValueError(
             f"num_experts is {spec.num_experts} over {spec.ranks} expert ranks: the ranks must divide the experts"
@@ -103,6 +96,18 @@ def check_spec(spec: MoESpec) -> None:
     if spec.ranks > 1 and spec.axis is None:
         raise ValueError(f"ranks is {spec.ranks} without a mesh axis: set axis to the name of the expert axis")
     check_activation(spec.act)
+
+
+def check_width(name: str, width: int, recipe: str) -> None:
+    """Raises ValueError unless `width` is a positive multiple of the recipe's unit."""
+    unit = _MULTIPLE.get(recipe)
+    if unit is None:
+        raise ValueError(f"recipe is {recipe!r}; expected one of {', '.join(_MULTIPLE)}")
+    if width < 1 or width % unit:
+        fitting = max(1, -(-width // unit)) * unit
+        raise ValueError(
+            f"{name} is {width}; recipe {recipe} needs a multiple of {unit} in every backend: use {fitting}"
+        )
 
 
 def compute_dtype(spec: MoESpec) -> jnp.dtype:

@@ -18,14 +18,10 @@ from moejax.ops.activation import gated, gated_grad
 from moejax.ops.backends import compute_dtype
 from moejax.ops.experts import ExpertWeights
 from moejax.ops.products import load_weights, product, rounded, row_operand, weight_copies
+from moejax.ops.row_blocks import block_size, each_block, each_used_group, put_block, take_block
 from moejax.ops.schedule import Plan
 from moejax.ops.spec import MoESpec
 from moejax.ops.varying import zeros_like_varying
-
-# Divides the 128 rows that groups are aligned to; a multiple of the 32 that MX wgrad blocks need. Measured on 2 cores:
-# 16 to 128 rows are equally fast in FP32, and a smaller block computes less padding.
-BLOCK = 64
-ALIGNED_BLOCK = 128  # aligned MX operands of weight gradients share a scale over this many rows
 
 _D_WEIGHT_COLUMNS = 128  # d(weight) sums partials of this many columns in order (docs/design.md: a fixed order)
 
@@ -42,7 +38,7 @@ def prepare(masters: ExpertWeights, spec: MoESpec):
 
 def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec):
     """Slot rows y before the combine weight, and gate_up (M, 2F) if `spec.save` keeps it."""
-    rows, size = x_MxD.shape[0], _block_size(spec)
+    rows, size = x_MxD.shape[0], block_size(spec.recipe, spec.mx_mode)
     y_MxD = zeros_like_varying((rows, spec.d_model), compute_dtype(spec), x_MxD)
     saved_MxG = None
     if spec.save == "gate_up":
@@ -54,22 +50,22 @@ def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec)
 
         def run_block(row, state):
             y_MxD, saved_MxG = state
-            gate_up_PxG = _gate_up(_block(x_MxD, row, size), weights, b_gate_up_G, spec)
+            gate_up_PxG = _gate_up(take_block(x_MxD, row, size), weights, b_gate_up_G, spec)
             h_PxF = _hidden(gate_up_PxG, spec)
             y_PxD = product(row_operand(h_PxF, "fprop", 1, spec), weights.down_fprop_DxF, 1, 1, "fprop.down")
             y_PxD = rounded(y_PxD if b_down_D is None else y_PxD + b_down_D, spec)
             if saved_MxG is not None:
-                saved_MxG = _put(saved_MxG, gate_up_PxG, row)
-            return _put(y_MxD, y_PxD, row), saved_MxG
+                saved_MxG = put_block(saved_MxG, gate_up_PxG, row)
+            return put_block(y_MxD, y_PxD, row), saved_MxG
 
-        return _each_block(plan, expert, size, run_block, state)
+        return each_block(plan.count_E[expert], plan.start_E[expert], size, run_block, state)
 
-    return _each_used_expert(plan, run_expert, (y_MxD, saved_MxG))
+    return each_used_group(plan.count_E, run_expert, (y_MxD, saved_MxG))
 
 
 def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
     """dx rows, d(weight) per row, and FP32 weight gradients that continue from `accumulator` if there is one."""
-    size = _block_size(spec)
+    size = block_size(spec.recipe, spec.mx_mode)
     dx_MxD = zeros_like_varying(x_MxD.shape, compute_dtype(spec), x_MxD)
     d_weight_M = zeros_like_varying(weight_M.shape, jnp.float32, x_MxD)
     if accumulator is None:
@@ -82,11 +78,11 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
 
         def run_block(row, state):
             dx_MxD, d_weight_M, d_expert = state
-            x_PxD, dy_PxD, weight_P = (_block(value, row, size) for value in (x_MxD, dy_MxD, weight_M))
+            x_PxD, dy_PxD, weight_P = (take_block(value, row, size) for value in (x_MxD, dy_MxD, weight_M))
             if saved_MxG is None:
                 gate_up_PxG = _gate_up(x_PxD, weights, b_gate_up_G, spec, "recompute.gate_up")
             else:
-                gate_up_PxG = _block(saved_MxG, row, size)
+                gate_up_PxG = take_block(saved_MxG, row, size)
             h_PxF = _hidden(gate_up_PxG, spec)
 
             dh0_PxF = product(row_operand(dy_PxD, "dgrad", 1, spec), weights.down_dgrad_DxF, 1, 0, "dgrad.down")
@@ -101,16 +97,18 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
 
             weighted_h_PxF = rounded(weight_P[:, None] * h_PxF, spec)
             d_expert = _add_wgrad(d_expert, x_PxD, dy_PxD, weighted_h_PxF, da_PxG, weight_P, spec)
-            return _put(dx_MxD, dx_PxD, row), _put(d_weight_M, d_weight_P, row), d_expert
+            return put_block(dx_MxD, dx_PxD, row), put_block(d_weight_M, d_weight_P, row), d_expert
 
         d_expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), d_experts)
-        dx_MxD, d_weight_M, d_expert = _each_block(plan, expert, size, run_block, (dx_MxD, d_weight_M, d_expert))
+        dx_MxD, d_weight_M, d_expert = each_block(
+            plan.count_E[expert], plan.start_E[expert], size, run_block, (dx_MxD, d_weight_M, d_expert)
+        )
         d_experts = jax.tree.map(
             lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, expert, 0), d_experts, d_expert
         )
         return dx_MxD, d_weight_M, d_experts
 
-    return _each_used_expert(plan, run_expert, (dx_MxD, d_weight_M, accumulator))
+    return each_used_group(plan.count_E, run_expert, (dx_MxD, d_weight_M, accumulator))
 
 
 def _gate_up(x_PxD, weights, b_gate_up_G, spec, name="fprop.gate_up"):
@@ -155,30 +153,3 @@ def _biases(experts, expert):
         return None, None
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False)  # noqa: E731
     return take(experts.b_gate_up_Ex2xF).reshape(-1), take(experts.b_down_ExD)
-
-
-def _each_used_expert(plan: Plan, run_expert, state):
-    """Runs `run_expert(expert, state)` for the experts that have rows, in order; the others cost nothing."""
-    experts = plan.count_E.shape[0]
-    used_E = jnp.sort(jnp.where(plan.count_E > 0, jnp.arange(experts, dtype=jnp.int32), experts))
-    return jax.lax.fori_loop(0, jnp.sum(plan.count_E > 0), lambda i, state: run_expert(used_E[i], state), state)
-
-
-def _each_block(plan: Plan, expert, size: int, run_block, state):
-    """Runs `run_block(first_row, state)` for the blocks of one expert, in row order."""
-    blocks = (plan.count_E[expert] + size - 1) // size
-    first = plan.start_E[expert]
-    return jax.lax.fori_loop(0, blocks, lambda i, state: run_block(first + i * size, state), state)
-
-
-def _block_size(spec: MoESpec) -> int:
-    return ALIGNED_BLOCK if spec.recipe == "mxfp8" and spec.mx_mode == "aligned" else BLOCK
-
-
-def _block(value_Mxany, row, size: int):
-    """Rows row..row+size as FP32."""
-    return jax.lax.dynamic_slice_in_dim(value_Mxany, row, size).astype(jnp.float32)
-
-
-def _put(stack_Mxany, value_Pxany, row):
-    return jax.lax.dynamic_update_slice_in_dim(stack_Mxany, value_Pxany.astype(stack_Mxany.dtype), row, 0)

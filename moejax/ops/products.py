@@ -72,6 +72,13 @@ def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> Wei
     return WeightOperands(gate_up_GxD, down_DxF, gate_up_GxD, down_DxF)
 
 
+def weight_operand(master: jax.Array, axis: int, spec: MoESpec) -> jax.Array:
+    """One FP32 matrix as operand of a product that contracts over `axis`, made where it is used: no copies are kept."""
+    if spec.recipe == "mxfp8":
+        return _values(quantize(master, axis), ALIGNED, spec)
+    return master if spec.recipe == "fp32" else master.astype(jnp.bfloat16)
+
+
 def row_operand(value: jax.Array, kind: Kind, axis: int, spec: MoESpec) -> jax.Array:
     """An FP32 value as operand of a product that contracts over `axis`.
 
