@@ -33,12 +33,12 @@ struct GemmConfig {
   static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
 
   // Shared memory: stages, then two staging panels per consumer, then the barriers: full[stage], empty[stage],
-  // written[consumer][unit], credit[consumer][2].
+  // written[consumer][unit], credit[consumer].
   static constexpr int kStagingOffset = kStages * kStageBytes;
   static constexpr int kBarrierOffset = kStagingOffset + kConsumers * 2 * kPanelBytes;
   static constexpr int kWrittenOffset = kBarrierOffset + 2 * kStages * 8;
   static constexpr int kCreditOffset = kWrittenOffset + kConsumers * kMaxUnits * 8;
-  static constexpr int kSharedBytes = kCreditOffset + kConsumers * 2 * 8;
+  static constexpr int kSharedBytes = kCreditOffset + kConsumers * 8;
 
   static_assert(kTileN % kWeightChunk == 0, "a partial sum of d(weight) must not cross tiles");
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;  // panels of a stage that belong to one consumer
@@ -56,8 +56,6 @@ struct GemmArguments {
   TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
   TensorMap scaled_h; // kDgradDown: weight * h
   uint8_t* scatter;   // kDown, kDgradGateUp with K = 1: rows go straight to their token here, instead of to `out`
-  const Task* tasks;
-  const int* num_tasks;
   const int* counters;        // task dependencies, when several kinds share a launch
   const int* targets;
   int* signals;
@@ -73,6 +71,14 @@ struct GemmArguments {
   int write_out;              // kGateUp: write h
   int accumulate;             // weight gradients: continue from the values already there
   Activation act;
+};
+
+// What a launch works on: one task list, and the arguments of every kind in it.
+template <class TensorMap, int kCount>
+struct GemmBatch {
+  GemmArguments<TensorMap> kinds[kCount];
+  const Task* tasks;
+  const int* num_tasks;
 };
 
 }  // namespace moe

@@ -5,6 +5,8 @@
 // Stores clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a store cannot
 // reach the next expert. Rows past the expert's count are written as zeros.
 //
+// Weight gradients go straight from the registers to memory.
+//
 // Hand-over. written[consumer][unit]: 4 warps arrive, once per tile; the store warp waits. credit[consumer]: the store warp
 // arrives once per tile, when all of it has left shared memory; the consumer waits before its next tile's first unit, so that no
 // written barrier can be a phase ahead.
@@ -17,17 +19,12 @@
 
 namespace moe {
 
-#ifndef MOE_WGRAD_DIRECT
-#define MOE_WGRAD_DIRECT 1
-#endif
-constexpr bool kWgradDirect = MOE_WGRAD_DIRECT != 0;
-
 // Stages of the ring that a tile's results pass through (kDgradDown: those that brought gate and up), and whether staging is used.
 template <class Config>
 MOE_HOST_FN constexpr int drain_stages(Kind kind) {
   return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
-MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kDgradDown && kind != kGateUp; }
+MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind == kDown || kind == kDgradGateUp; }
 
 template <class Isa, class Config, bool kPlain>
 struct Epilogue {
@@ -44,7 +41,7 @@ struct Epilogue {
 
   // Waits until the previous tile has left shared memory.
   MOE_FN void begin_tile() {
-    Isa::barrier_wait(credit_barrier<Config>(base, consumer, 0), (tiles & 1) ^ 1);
+    Isa::barrier_wait(credit_barrier<Config>(base, consumer), (tiles & 1) ^ 1);
     ++tiles;
   }
 
@@ -227,33 +224,6 @@ struct Epilogue {
     }
   }
 
-  // 32 columns. Odd rows write blocks j and j ^ 2 in the other order: rows 2 i and 2 i + 1 would otherwise meet in the same banks.
-  MOE_FN void write_fp32(const float (&acc)[Config::kAcc], int part, uint32_t panel) const {
-    const bool odd = (lane / 4) % 2 != 0;
-    MOE_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      MOE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const int at = 16 * part + 4 * j + 2 * half;
-        const int other = 16 * part + 4 * (j ^ 2) + 2 * half;
-        const uint32_t address = fp32_address(panel, odd ? j ^ 2 : j, half);
-        Isa::store_float2(address, odd ? acc[other] : acc[at], odd ? acc[other + 1] : acc[at + 1]);
-      }
-    }
-  }
-
-  // Weight gradients, FP32, through staging: each panel of 32 columns is a unit, and has a credit of its own.
-  MOE_FN void write_wgrad_staged(const float (&acc)[Config::kAcc]) {
-    MOE_UNROLL
-    for (int part = 0; part < Config::kTileN / 32; ++part) {
-      const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
-      Isa::barrier_wait(credit_barrier<Config>(base, consumer, part % 2), (use & 1) ^ 1);
-      write_fp32(acc, part, staging_panel<Config>(base, consumer, part % 2));
-      finish_unit(part % 2);
-    }
-    ++tiles;
-  }
-
   // Weight gradients, FP32, straight from the registers: neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so
   // that each writes 16 bytes and four lanes 64 bytes of a row.
   template <class Arguments>
@@ -305,97 +275,72 @@ MOE_FN void scatter_panel(const Arguments& args, const int (&tokens)[2], int col
   }
 }
 
-// Store warp of one consumer: sends every unit to memory in order and gives its shared memory back.
+// Store warp of one consumer, one task: sends every unit to memory in order and gives its shared memory back. Weight gradients do
+// not pass through it.
 template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void store_results(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
-  Ring<Isa, Config> ring(shared_base);
-  const uint32_t rank = Isa::cluster_rank();
-  const bool one = Isa::lane_index() == 0;  // this lane issues, so that it can wait for its bulk stores
-  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
+                       Ring<Isa, Config>& ring) {
+  const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
+  ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
+  if (is_wgrad(kKind)) return;
+
   constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;
-  constexpr bool kCanScatter = kKind == kDown || kKind == kDgradGateUp;
   constexpr int kUnits = drain_stages<Config>(kKind) + (uses_staging(kKind) ? 1 : 0);
-  uint32_t tiles = 0;
-
+  const bool one = Isa::lane_index() == 0;  // this lane issues, so that it can wait for its bulk stores
+  const int row = tile.row0 + 64 * static_cast<int>(consumer);
+  // Padded rows of a whole warpgroup are never read again, except in what is saved for the backward.
+  const bool wanted = tile.rows > 64 * static_cast<int>(consumer);
+  const bool scatter = uses_staging(kKind) && args.scatter != nullptr;
+  int column = tile.n0;
+  int tokens[2] = {-1, -1};
+  if (scatter && wanted) {
+    MOE_UNROLL
+    for (int i = 0; i < 2; ++i) tokens[i] = args.slot_M[row + 32 * i + Isa::lane_index()];
+  }
   MOE_NO_UNROLL
-  for (Task task; stream.take(task); ++tiles) {
-    const Task tile = block_tile<Config>(task, kKind, rank);
-    const int row = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * static_cast<int>(consumer);
-    // Padded rows of a whole warpgroup are never read again, except in what is saved for the backward.
-    const bool wanted = is_wgrad(kKind) || tile.rows > 64 * static_cast<int>(consumer);
-    ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
-    int column = tile.n0;
-
-    if (is_wgrad(kKind)) {
-      if (!kWgradDirect && one) {
+  for (int unit = 0; unit < kUnits; ++unit) {
+    Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
+    const bool staged = uses_staging(kKind) && unit == 1;
+    const uint32_t first = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
+    if (scatter) {
+      if (wanted) {
         MOE_NO_UNROLL
-        for (int part = 0; part < Config::kTileN / 32; ++part) {
-          const uint32_t use = tiles * (Config::kTileN / 64) + part / 2;
-          Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, part % 2), use & 1);
-          Isa::store_panel(&args.out, staging_panel<Config>(shared_base, consumer, part % 2), column, row, tile.half, tile.expert);
-          Isa::store_commit();
-          if (part > 0) {
-            Isa::template store_wait_read<1>();
-            Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, (part - 1) % 2));
-          }
-          column += 32;
-        }
-        Isa::template store_wait_read<0>();
-        Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, 1));
+        for (int p = 0; p < 2; ++p) scatter_panel<Isa>(args, tokens, column + 64 * p, first + p * kPanelBytes);
       }
-    } else {
-      const bool scatter = kCanScatter && args.scatter != nullptr;
-      int tokens[2] = {-1, -1};
-      if (scatter && wanted) {
-        MOE_UNROLL
-        for (int i = 0; i < 2; ++i) tokens[i] = args.slot_M[row + 32 * i + Isa::lane_index()];
-      }
-      MOE_NO_UNROLL
-      for (int unit = 0; unit < kUnits; ++unit) {
-        Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
-        const bool staged = uses_staging(kKind) && unit == 1;
-        const uint32_t first = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
-        if (scatter) {
-          if (wanted) {
-            MOE_NO_UNROLL
-            for (int p = 0; p < 2; ++p) scatter_panel<Isa>(args, tokens, column + 64 * p, first + p * kPanelBytes);
-          }
-          column += 128;
-        } else if (one) {
-          if (kGated) {  // three matrices at the same place: gate, up and h, or their gradients and weight * h
-            const bool pair = kKind == kGateUp ? args.save_gate_up != 0 : wanted;
-            const auto* pair_map = kKind == kGateUp ? &args.gate_up : &args.out;
-            if (pair) {
-              Isa::store_panel(pair_map, first, column, row, 0, 0);
-              Isa::store_panel(pair_map, first + kPanelBytes, column, row, 1, 0);
-            }
-            const bool third = wanted && (kKind == kDgradDown || args.write_out);
-            if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
-            column += 64;
-          } else {
-            if (wanted) {
-              Isa::store_panel(&args.out, first, column, row, 0, 0);
-              Isa::store_panel(&args.out, first + kPanelBytes, column + 64, row, 0, 0);
-            }
-            column += 128;
-          }
-          Isa::store_commit();
-          Isa::template store_wait_read<0>();
+      column += 128;
+    } else if (one) {
+      if (kGated) {  // three matrices at the same place: gate, up and h, or their gradients and weight * h
+        const bool pair = kKind == kGateUp ? args.save_gate_up != 0 : wanted;
+        const auto* pair_map = kKind == kGateUp ? &args.gate_up : &args.out;
+        if (pair) {
+          Isa::store_panel(pair_map, first, column, row, 0, 0);
+          Isa::store_panel(pair_map, first + kPanelBytes, column, row, 1, 0);
         }
-        Isa::warp_sync();
-        if (!staged) {
-          if (one) ring.release_warpgroup(ring.empty());
-          ring.advance();
+        const bool third = wanted && (kKind == kDgradDown || args.write_out);
+        if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
+        column += 64;
+      } else {
+        if (wanted) {
+          Isa::store_panel(&args.out, first, column, row, 0, 0);
+          Isa::store_panel(&args.out, first + kPanelBytes, column + 64, row, 0, 0);
         }
+        column += 128;
       }
-      if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer, 0));
+      Isa::store_commit();
+      Isa::template store_wait_read<0>();
     }
-    if (task.signal >= 0 && one) {  // the warp_sync above ordered the other lanes' stores before this release
-      Isa::store_wait_done();
-      Isa::add_release(args.signals + task.signal, 1);
+    Isa::warp_sync();
+    if (!staged) {
+      if (one) ring.release_warpgroup(ring.empty());
+      ring.advance();
     }
   }
-  if (one) Isa::store_wait_done();  // shared memory must outlive the stores that read it
+  if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
+  ++tiles;
+  if (task.signal >= 0 && one) {  // the warp_sync above ordered the other lanes' stores before this release
+    Isa::store_wait_done();
+    Isa::add_release(args.signals + task.signal, 1);
+  }
 }
 
 }  // namespace moe

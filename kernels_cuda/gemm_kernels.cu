@@ -1,4 +1,4 @@
-// The grouped GEMM kernel for sm_90a, one instantiation per kind, tile width and (where it matters) activation form. Everything of substance is in gemm_roles.h.
+// The grouped GEMM kernel for sm_90a, one instantiation per set of kinds and (where it matters) activation form. Everything of substance is in gemm_roles.h.
 #include "gemm_kernels.h"
 
 #include "gemm_roles.h"
@@ -7,9 +7,9 @@
 namespace moe {
 namespace {
 
-template <Kind kKind, bool kPlain, class Config>
+template <class Kinds, bool kPlain, class Config>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
-    grouped_gemm(const __grid_constant__ GemmArguments<CUtensorMap> args) {
+    grouped_gemm(const __grid_constant__ GemmBatch<CUtensorMap, Kinds::kCount> batch) {
   using Isa = Sm90;
   const uint32_t base = Isa::shared_base();
   const uint32_t warp = Isa::warp_index();
@@ -20,7 +20,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     }
     for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
       for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
-      for (int panel = 0; panel < 2; ++panel) Isa::barrier_init(credit_barrier<Config>(base, consumer, panel), 1);
+      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
     }
     Isa::barrier_init_fence();
   }
@@ -29,24 +29,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
   if (warp < 4) {
     Isa::registers_shrink<Config::kProducerRegisters>();
     if (warp == 0 && Isa::elect_one()) {
-      Isa::prefetch_map(&args.a);
-      Isa::prefetch_map(&args.b);
-      load_operands<kKind, Isa, Config>(args, base);
+      for (int i = 0; i < Kinds::kCount; ++i) {
+        Isa::prefetch_map(&batch.kinds[i].a);
+        Isa::prefetch_map(&batch.kinds[i].b);
+      }
+      load_operands<Kinds, Isa, Config>(batch, base);
     } else if (warp == 1 || warp == 2) {
-      store_results<kKind, Isa, Config>(args, base, warp - 1);
+      store_results<Kinds, Isa, Config>(batch, base, warp - 1);
     }
   } else {
     Isa::registers_grow<Config::kConsumerRegisters>();
-    compute_tiles<kKind, kPlain, Isa, Config>(args, base, warp / 4 - 1);
+    compute_tiles<Kinds, kPlain, Isa, Config>(batch, base, warp / 4 - 1);
   }
   Isa::warp_sync();     // the lanes that had no role wait for the one that had
   Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <Kind kKind, bool kPlain, class Config>
+template <class Kinds, bool kPlain, class Config>
 cudaError_t resident_blocks(int* blocks) {
-  const auto kernel = grouped_gemm<kKind, kPlain, Config>;
+  const auto kernel = grouped_gemm<Kinds, kPlain, Config>;
   const int threads = Config::kThreads, shared_bytes = Config::kSharedBytes;
   static int cached[64] = {};
   int device = 0;
@@ -81,36 +83,32 @@ cudaError_t resident_blocks(int* blocks) {
   return cudaSuccess;
 }
 
-template <Kind kKind, bool kPlain, int kTileN>
-cudaError_t launch(const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
-  using Config = GemmConfig<kTileN>;
-  auto kernel = grouped_gemm<kKind, kPlain, Config>;
-  int blocks = 0;
-  cudaError_t error = resident_blocks<kKind, kPlain, Config>(&blocks);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(args);
-  return cudaGetLastError();
-}
+using Config = GemmConfig<256>;
 
-template <int kTileN>
-cudaError_t launch_kind(Kind kind, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
-  const bool plain = is_plain_swiglu(args.act);
-  switch (kind) {
-    case kGateUp: return plain ? launch<kGateUp, true, kTileN>(args, stream) : launch<kGateUp, false, kTileN>(args, stream);
-    case kDown: return launch<kDown, true, kTileN>(args, stream);
-    case kDgradDown: return plain ? launch<kDgradDown, true, kTileN>(args, stream) : launch<kDgradDown, false, kTileN>(args, stream);
-    case kDgradGateUp: return launch<kDgradGateUp, true, kTileN>(args, stream);
-    case kWgradDown: return launch<kWgradDown, true, kTileN>(args, stream);
-    case kWgradGateUp: return launch<kWgradGateUp, true, kTileN>(args, stream);
-    default: return cudaErrorInvalidValue;
-  }
+template <class Kinds, bool kPlain>
+cudaError_t launch(const GemmBatch<CUtensorMap, Kinds::kCount>& batch, cudaStream_t stream) {
+  auto kernel = grouped_gemm<Kinds, kPlain, Config>;
+  int blocks = 0;
+  cudaError_t error = resident_blocks<Kinds, kPlain, Config>(&blocks);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(batch);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t launch_gemm(Kind kind, int tile_n, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
-  if (tile_n == 256) return launch_kind<256>(kind, args, stream);
-  return cudaErrorInvalidValue;
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
+  const bool plain = is_plain_swiglu(batch.kinds[0].act);
+  switch (kind) {
+    case kGateUp: return plain ? launch<KindSet<kGateUp>, true>(batch, stream) : launch<KindSet<kGateUp>, false>(batch, stream);
+    case kDown: return launch<KindSet<kDown>, true>(batch, stream);
+    case kDgradDown: return plain ? launch<KindSet<kDgradDown>, true>(batch, stream) : launch<KindSet<kDgradDown>, false>(batch, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t launch_gradients(const GemmBatch<CUtensorMap, 3>& batch, cudaStream_t stream) {
+  return launch<KindSet<kDgradGateUp, kWgradDown, kWgradGateUp>, true>(batch, stream);
 }
 
 }  // namespace moe

@@ -1,4 +1,4 @@
-// Host side of the grouped GEMMs: launch one kind over a task list. See gemm_kernels.cu.
+// Host side of the grouped GEMMs: launch a task list. See gemm_kernels.cu.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,10 @@
 
 namespace moe {
 
-// Launches every task of `kind`; the list and its length are on the device. Returns the first CUDA error.
-cudaError_t launch_gemm(Kind kind, int tile_n, const GemmArguments<CUtensorMap>& args, cudaStream_t stream);
+// Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream);
+
+// A list of kDgradGateUp, kWgradDown and kWgradGateUp, whose arguments are in that order.
+cudaError_t launch_gradients(const GemmBatch<CUtensorMap, 3>& batch, cudaStream_t stream);
 
 }  // namespace moe

@@ -14,8 +14,8 @@ MOE_HOST_FN constexpr uint32_t written_barrier(uint32_t base, uint32_t consumer,
   return base + Config::kWrittenOffset + (consumer * Config::kMaxUnits + unit) * 8;
 }
 template <class Config>
-MOE_HOST_FN constexpr uint32_t credit_barrier(uint32_t base, uint32_t consumer, int panel) {
-  return base + Config::kCreditOffset + (2 * consumer + panel) * 8;
+MOE_HOST_FN constexpr uint32_t credit_barrier(uint32_t base, uint32_t consumer) {
+  return base + Config::kCreditOffset + consumer * 8;
 }
 template <class Config>
 MOE_HOST_FN constexpr uint32_t staging_panel(uint32_t base, uint32_t consumer, int panel) {

@@ -1,5 +1,6 @@
-// Two roles of a GEMM block, for every kind: load_operands (producer) and compute_tiles (consumers). The third, store_results, is
-// in gemm_epilogue.h, the ring they share in gemm_ring.h; gemm_kernels.cu sends each warp to its role.
+// The three roles of a GEMM block, for every kind: load_operands (producer), compute_tiles (consumers) and store_results (store
+// warps; what it does per task is in gemm_epilogue.h). The ring they share is in gemm_ring.h; gemm_kernels.cu sends each warp to
+// its role.
 #pragma once
 
 #include "gemm_epilogue.h"
@@ -18,16 +19,15 @@ MOE_FN void wait_ready(const Task& task, const Arguments& args) {
   Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
 }
 
-// Producer: one thread. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
+// Producer, one task. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
 template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
-  Ring<Isa, Config> ring(shared_base);
-  const uint32_t rank = Isa::cluster_rank();
-  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   constexpr int kHalfB = Config::kPanelsB / 2;
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const bool share_a = task.pair == kPairN;
 
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
-  auto load_chunks = [&](const Task& tile) {
+  auto load_chunks = [&] {
     MOE_NO_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
@@ -47,154 +47,179 @@ MOE_FN void load_operands(const Arguments& args, uint32_t shared_base) {
     }
   };
 
-  MOE_NO_UNROLL
-  for (Task task; stream.take(task);) {
-    const Task tile = block_tile<Config>(task, kKind, rank);
-    const bool share_a = task.pair == kPairN;
-    wait_ready<Isa>(task, args);
-    if (is_wgrad(kKind) && args.accumulate) load_chunks(tile);
+  wait_ready<Isa>(task, args);
+  if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
-    const int k_blocks = task_k_blocks<kKind>(task, args);
-    // Rows past the first 64 are never multiplied when the expert has none there.
-    const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;
-    const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
-    MOE_NO_UNROLL
-    for (int kb = 0; kb < k_blocks; ++kb) {
-      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      const uint32_t full = ring.full();
-      Isa::barrier_expect_bytes(full, bytes);
-      int k = kb * 64;
-      int k_half = 0;
-      if (kKind == kDgradGateUp && kb >= args.k_blocks) {
-        k = (kb - args.k_blocks) * 64;
-        k_half = 1;
-      }
-      auto load_a = [&](int p, bool both) {
-        uint32_t dst = ring.data() + p * kPanelBytes;
-        int inner = is_wgrad(kKind) ? tile.m0 + 64 * p : k;
-        int outer = is_wgrad(kKind) ? tile.row0 + k : tile.row0 + 64 * p;
-        int half = is_wgrad(kKind) ? tile.half : k_half;
-        if (both) {
-          Isa::load_panel_both(&args.a, full, dst, inner, outer, half, 0);
-        } else {
-          Isa::load_panel(&args.a, full, dst, inner, outer, half, 0);
-        }
-      };
-      auto load_b = [&](int p, bool both) {
-        uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
-        int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
-        int inner = mn_major_b(kKind) ? n : k;
-        int outer = is_wgrad(kKind) ? tile.row0 + k : (mn_major_b(kKind) ? k : n);
-        int half = kKind == kGateUp ? p / kHalfB : k_half;
-        int expert = is_wgrad(kKind) ? 0 : tile.expert;
-        if (both) {
-          Isa::load_panel_both(&args.b, full, dst, inner, outer, half, expert);
-        } else {
-          Isa::load_panel(&args.b, full, dst, inner, outer, half, expert);
-        }
-      };
-      if (share_a) {
-        if (!(one_panel_a && rank == 1)) load_a(rank, true);
-        MOE_UNROLL
-        for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
-      } else {
-        load_a(0, false);
-        if (!one_panel_a) load_a(1, false);
-        MOE_UNROLL
-        for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
-      }
-      ring.advance();
+  const int k_blocks = task_k_blocks<kKind>(task, args);
+  // Rows past the first 64 are never multiplied when the expert has none there.
+  const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;
+  const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+    const uint32_t full = ring.full();
+    Isa::barrier_expect_bytes(full, bytes);
+    int k = kb * 64;
+    int k_half = 0;
+    if (kKind == kDgradGateUp && kb >= args.k_blocks) {
+      k = (kb - args.k_blocks) * 64;
+      k_half = 1;
     }
-    if (kKind == kDgradDown) {
-      load_chunks(tile);
-    } else {
-      MOE_NO_UNROLL
-      for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {  // lend stages to the consumers' results
-        Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-        Isa::barrier_arrive(ring.full());
-        ring.advance();
+    auto load_a = [&](int p, bool both) {
+      uint32_t dst = ring.data() + p * kPanelBytes;
+      int inner = is_wgrad(kKind) ? tile.m0 + 64 * p : k;
+      int outer = is_wgrad(kKind) ? tile.row0 + k : tile.row0 + 64 * p;
+      int half = is_wgrad(kKind) ? tile.half : k_half;
+      if (both) {
+        Isa::load_panel_both(&args.a, full, dst, inner, outer, half, 0);
+      } else {
+        Isa::load_panel(&args.a, full, dst, inner, outer, half, 0);
       }
+    };
+    auto load_b = [&](int p, bool both) {
+      uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
+      int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
+      int inner = mn_major_b(kKind) ? n : k;
+      int outer = is_wgrad(kKind) ? tile.row0 + k : (mn_major_b(kKind) ? k : n);
+      int half = kKind == kGateUp ? p / kHalfB : k_half;
+      int expert = is_wgrad(kKind) ? 0 : tile.expert;
+      if (both) {
+        Isa::load_panel_both(&args.b, full, dst, inner, outer, half, expert);
+      } else {
+        Isa::load_panel(&args.b, full, dst, inner, outer, half, expert);
+      }
+    };
+    if (share_a) {
+      if (!(one_panel_a && rank == 1)) load_a(rank, true);
+      MOE_UNROLL
+      for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
+    } else {
+      load_a(0, false);
+      if (!one_panel_a) load_a(1, false);
+      MOE_UNROLL
+      for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
+    }
+    ring.advance();
+  }
+  if (kKind == kDgradDown) {
+    load_chunks();
+  } else {
+    MOE_NO_UNROLL
+    for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {  // lend stages to the consumers' results
+      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+      Isa::barrier_arrive(ring.full());
+      ring.advance();
     }
   }
 }
 
-// Consumer warpgroup `consumer` (0 or 1): rows 64 * consumer .. + 63 of every tile.
+// Consumer warpgroup `consumer` (0 or 1), one task: rows 64 * consumer .. + 63 of the tile.
 template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
-MOE_FN void compute_tiles(const Arguments& args, uint32_t shared_base, uint32_t consumer) {
-  Ring<Isa, Config> ring(shared_base);
-  const uint32_t rank = Isa::cluster_rank();
-  TaskStream stream(args.tasks, *args.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-  Epilogue<Isa, Config, kPlain> epilogue(shared_base, consumer);
+MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
+                         Epilogue<Isa, Config, kPlain>& epilogue) {
   constexpr bool kMnA = mn_major_a(kKind);
   constexpr bool kMnB = mn_major_b(kKind);
+  const uint32_t consumer = epilogue.consumer;
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int rows = tile.rows - 64 * static_cast<int>(consumer);  // real rows of this warpgroup; <= 0: all padding
+  const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && k_blocks > 0;
 
-  MOE_NO_UNROLL
-  for (Task task; stream.take(task);) {
-    const Task tile = block_tile<Config>(task, kKind, rank);
-    const int k_blocks = task_k_blocks<kKind>(task, args);
-    const int rows = tile.rows - 64 * static_cast<int>(consumer);  // real rows of this warpgroup; <= 0: all padding
-    const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && k_blocks > 0;
-
-    // Cleared here rather than by the first product's predicate, which would keep 128 dead registers live between tasks.
-    float acc[Config::kAcc];
+  // Cleared here rather than by the first product's predicate, which would keep 128 dead registers live between tasks.
+  float acc[Config::kAcc];
+  MOE_UNROLL
+  for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
+  if (is_wgrad(kKind) && args.accumulate) {
     MOE_UNROLL
-    for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
-    if (is_wgrad(kKind) && args.accumulate) {
-      MOE_UNROLL
-      for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
-        Isa::barrier_wait(ring.full(), ring.phase);
-        epilogue.read_fp32_chunk(acc, chunk, ring.data());
-        Isa::warp_sync();
-        Ring<Isa, Config>::release(ring.empty());
-        ring.advance();
-      }
-    }
-
-    if (live) {
-      uint32_t previous_empty = 0;
-      MOE_NO_UNROLL
-      for (int kb = 0; kb < k_blocks; ++kb) {
-        Isa::barrier_wait(ring.full(), ring.phase);
-        const uint64_t desc_a = panel_descriptor(ring.data() + consumer * kPanelBytes, kMnA);
-        const uint64_t desc_b = panel_descriptor(ring.data() + Config::kPanelsA * kPanelBytes, kMnB);
-        Isa::mma_fence();
-        MOE_UNROLL
-        for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
-          Isa::template mma<kMnA, kMnB>(acc, desc_a + k16 * panel_k16_step(kMnA), desc_b + k16 * panel_k16_step(kMnB));
-        }
-        Isa::mma_commit();
-        if (kb > 0) {
-          Isa::template mma_wait<1>();  // the previous block's products have read their stage
-          Ring<Isa, Config>::release(previous_empty);
-        }
-        previous_empty = ring.empty();
-        ring.advance();
-      }
-      Isa::template mma_wait<0>();
-      Ring<Isa, Config>::release(previous_empty);
-    } else {
-      MOE_NO_UNROLL
-      for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
-        Isa::barrier_wait(ring.full(), ring.phase);
-        Ring<Isa, Config>::release(ring.empty());
-        ring.advance();
-      }
-    }
-
-    if constexpr (kKind == kGateUp) {
-      epilogue.write_gate_up(acc, rows, args, ring);
-    } else if constexpr (kKind == kDgradDown) {
-      epilogue.write_dgrad_down(acc, tile, rows, args, ring);
-    } else if constexpr (is_wgrad(kKind)) {
-      if constexpr (kWgradDirect) {
-        epilogue.write_wgrad(acc, tile, kKind, args);
-      } else {
-        epilogue.write_wgrad_staged(acc);
-      }
-    } else {
-      epilogue.write_rows(acc, tile, rows, args, ring);
+    for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
+      Isa::barrier_wait(ring.full(), ring.phase);
+      epilogue.read_fp32_chunk(acc, chunk, ring.data());
+      Isa::warp_sync();
+      Ring<Isa, Config>::release(ring.empty());
+      ring.advance();
     }
   }
+
+  if (live) {
+    uint32_t previous_empty = 0;
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      Isa::barrier_wait(ring.full(), ring.phase);
+      const uint64_t desc_a = panel_descriptor(ring.data() + consumer * kPanelBytes, kMnA);
+      const uint64_t desc_b = panel_descriptor(ring.data() + Config::kPanelsA * kPanelBytes, kMnB);
+      Isa::mma_fence();
+      MOE_UNROLL
+      for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
+        Isa::template mma<kMnA, kMnB>(acc, desc_a + k16 * panel_k16_step(kMnA), desc_b + k16 * panel_k16_step(kMnB));
+      }
+      Isa::mma_commit();
+      if (kb > 0) {
+        Isa::template mma_wait<1>();  // the previous block's products have read their stage
+        Ring<Isa, Config>::release(previous_empty);
+      }
+      previous_empty = ring.empty();
+      ring.advance();
+    }
+    Isa::template mma_wait<0>();
+    Ring<Isa, Config>::release(previous_empty);
+  } else {
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
+      Isa::barrier_wait(ring.full(), ring.phase);
+      Ring<Isa, Config>::release(ring.empty());
+      ring.advance();
+    }
+  }
+
+  if constexpr (kKind == kGateUp) {
+    epilogue.write_gate_up(acc, rows, args, ring);
+  } else if constexpr (kKind == kDgradDown) {
+    epilogue.write_dgrad_down(acc, tile, rows, args, ring);
+  } else if constexpr (is_wgrad(kKind)) {
+    epilogue.write_wgrad(acc, tile, kKind, args);
+  } else {
+    epilogue.write_rows(acc, tile, rows, args, ring);
+  }
+}
+
+// The roles: every task of this block's cluster, in order.
+template <class Kinds, class Isa, class Config, class Batch>
+MOE_FN void load_operands(const Batch& batch, uint32_t shared_base) {
+  Ring<Isa, Config> ring(shared_base);
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  MOE_NO_UNROLL
+  for (Task task; stream.take(task);) {
+    Kinds::visit(task.kind, [&](auto kind, int at) {
+      load_task<decltype(kind)::value, Isa, Config>(task, batch.kinds[at], Isa::cluster_rank(), ring);
+    });
+  }
+}
+
+template <class Kinds, bool kPlain, class Isa, class Config, class Batch>
+MOE_FN void compute_tiles(const Batch& batch, uint32_t shared_base, uint32_t consumer) {
+  Ring<Isa, Config> ring(shared_base);
+  Epilogue<Isa, Config, kPlain> epilogue(shared_base, consumer);
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  MOE_NO_UNROLL
+  for (Task task; stream.take(task);) {
+    Kinds::visit(task.kind, [&](auto kind, int at) {
+      compute_task<decltype(kind)::value, kPlain, Isa, Config>(task, batch.kinds[at], Isa::cluster_rank(), ring, epilogue);
+    });
+  }
+}
+
+template <class Kinds, class Isa, class Config, class Batch>
+MOE_FN void store_results(const Batch& batch, uint32_t shared_base, uint32_t consumer) {
+  Ring<Isa, Config> ring(shared_base);
+  uint32_t tiles = 0;
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  MOE_NO_UNROLL
+  for (Task task; stream.take(task);) {
+    Kinds::visit(task.kind, [&](auto kind, int at) {
+      store_task<decltype(kind)::value, Isa, Config>(task, batch.kinds[at], shared_base, consumer, tiles, ring);
+    });
+  }
+  if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
 }
 
 }  // namespace moe

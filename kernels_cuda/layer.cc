@@ -1,5 +1,5 @@
 // The expert layer as a sequence of launches on one stream: forward and backward. Read moe.h for the contract.
-#include <vector>
+#include <initializer_list>
 
 #include "gemm_kernels.h"
 #include "kernel_check.h"
@@ -63,34 +63,39 @@ int k_blocks(const LayerShape& s, Kind kind) {
   return static_cast<int>(((width ? s.width : s.d_model) + 63) / 64);
 }
 
-TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty) {
-  TaskList list;
-  list.kind = kind;
-  list.tile_n = tile_columns(kind);
-  list.m_extent = m_extent(s, kind);
-  list.n_extent = n_extent(s, kind);
-  list.skip_empty = skip_empty;
-  list.tasks = workspace.take<Task>(max_tasks(s, kind, list.tile_n, list.m_extent, list.n_extent));
+// Few rows per expert make weight-gradient tiles that mostly write; they then run among the tiles of dx. With many rows both are
+// bound by products, and their operands stay in the L2 better one kind at a time.
+bool interleave_gradients(const LayerShape& s) { return s.tokens * s.top_k / s.experts <= 1024; }
+
+TaskList take_list(Workspace& workspace, const LayerShape& s, std::initializer_list<Kind> kinds, bool skip_empty = false) {
+  TaskList list = {};
+  int64_t tasks = 0;
+  for (Kind kind : kinds) {
+    TaskPart& part = list.parts[list.num_parts++];
+    part = {kind, tile_columns(kind), m_extent(s, kind), n_extent(s, kind), skip_empty};
+    tasks += max_tasks(s, part);
+  }
+  list.interleave = list.num_parts > 1 && interleave_gradients(s);
+  list.tasks = workspace.take<Task>(tasks);
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
 }
 
-GemmArguments<CUtensorMap> arguments(const LayerShape& s, const TaskList& list, const Activation& act) {
+GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activation& act) {
   GemmArguments<CUtensorMap> args = {};
-  args.tasks = list.tasks;
-  args.num_tasks = list.num_tasks;
   args.num_rows = s.rows;
-  args.k_blocks = k_blocks(s, list.kind);
-  args.m_extent = list.m_extent;
-  args.n_extent = list.n_extent;
+  args.k_blocks = k_blocks(s, kind);
+  args.m_extent = m_extent(s, kind);
+  args.n_extent = n_extent(s, kind);
   args.act = act;
   return args;
 }
 
 Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
-  cudaError_t error = launch_gemm(list.kind, kTileN, args, stream);
-  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
+  const Kind kind = list.parts[0].kind;
+  cudaError_t error = launch_gemm(kind, {{args}, list.tasks, list.num_tasks}, stream);
+  return error == cudaSuccess ? Status{} : failed(kNames[kind], error);
 }
 
 struct ForwardMemory {
@@ -105,8 +110,8 @@ ForwardMemory forward_memory(Workspace& workspace, const LayerShape& s) {
   m.x_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
   m.h_MxF = workspace.take<uint16_t>(s.rows * s.width);
   m.y_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
-  m.gate_up = take_list(workspace, s, kGateUp, false);
-  m.down = take_list(workspace, s, kDown, false);
+  m.gate_up = take_list(workspace, s, {kGateUp});
+  m.down = take_list(workspace, s, {kDown});
   return m;
 }
 
@@ -118,7 +123,7 @@ struct BackwardMemory {
   uint16_t* gate_up_2xMxF;
   uint16_t* dx_MxD;
   float* partial_CxM;
-  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
+  TaskList gate_up, dgrad_down, gradients;
 };
 
 BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool recompute, bool accumulate) {
@@ -130,11 +135,9 @@ BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool r
   m.gate_up_2xMxF = recompute ? workspace.take<uint16_t>(2 * s.rows * s.width) : nullptr;
   m.dx_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
   m.partial_CxM = workspace.take<float>((s.width + 127) / 128 * s.rows);
-  m.dgrad_down = take_list(workspace, s, kDgradDown, false);
-  m.dgrad_gate_up = take_list(workspace, s, kDgradGateUp, false);
-  m.wgrad_down = take_list(workspace, s, kWgradDown, accumulate);
-  m.wgrad_gate_up = take_list(workspace, s, kWgradGateUp, accumulate);
-  if (recompute) m.gate_up = take_list(workspace, s, kGateUp, false);
+  m.dgrad_down = take_list(workspace, s, {kDgradDown});
+  m.gradients = take_list(workspace, s, {kDgradGateUp, kWgradDown, kWgradGateUp}, accumulate);
+  if (recompute) m.gate_up = take_list(workspace, s, {kGateUp});
   return m;
 }
 
@@ -160,7 +163,7 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
-  auto up = arguments(s, m.gate_up, act);
+  auto up = arguments(s, kGateUp, act);
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
@@ -171,7 +174,7 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
 
-  auto down = arguments(s, m.down, act);
+  auto down = arguments(s, kDown, act);
   down.a = up.out;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w_down, down_shape(s)));
   down.slot_M = plan.slot_M;
@@ -199,8 +202,8 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   const bool recompute = gate_up_2xMxF == nullptr;
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
-  TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
-  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
+  TaskList lists[] = {m.dgrad_down, m.gradients, m.gate_up};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 3 : 2, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
@@ -217,7 +220,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw_down, down_shape(s)));
 
   if (recompute) {
-    auto up = arguments(s, m.gate_up, act);
+    auto up = arguments(s, kGateUp, act);
     up.a = x;
     up.b = w_up_map;
     up.gate_up = gate_up;
@@ -225,7 +228,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
     MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
   }
 
-  auto dh = arguments(s, m.dgrad_down, act);
+  auto dh = arguments(s, kDgradDown, act);
   dh.a = dy;
   dh.b = w_down_map;
   dh.gate_up = gate_up;
@@ -236,15 +239,14 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dh.weight_partial = m.partial_CxM;
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, stream));
 
-  auto dw_down_args = arguments(s, m.wgrad_down, act);
+  auto dw_down_args = arguments(s, kWgradDown, act);
   dw_down_args.a = dy;
   dw_down_args.b = scaled_h;
   dw_down_args.out = dw_down_map;
   dw_down_args.dw = dw_down;
   dw_down_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
 
-  auto dx_args = arguments(s, m.dgrad_gate_up, act);
+  auto dx_args = arguments(s, kDgradGateUp, act);
   dx_args.a = d_gate_up;
   dx_args.b = w_up_map;
   if (s.top_k == 1) {
@@ -254,15 +256,15 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   } else {
     MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.out, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model)));
   }
-  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
 
-  auto dw_up_args = arguments(s, m.wgrad_gate_up, act);
+  auto dw_up_args = arguments(s, kWgradGateUp, act);
   dw_up_args.a = d_gate_up;
   dw_up_args.b = x;
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
+  cudaError_t error = launch_gradients({{dx_args, dw_down_args, dw_up_args}, m.gradients.tasks, m.gradients.num_tasks}, stream);
+  if (error != cudaSuccess) return failed("dgrad_gate_up, wgrad_down, wgrad_gate_up", error);
 
   MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
   if (s.top_k == 1) return {};

@@ -39,20 +39,46 @@ struct alignas(32) Task {
 static_assert(sizeof(Task) == 32, "a task is read as two 16-byte words");
 
 // The tasks of one cluster, in order. The next one is read while the current one is worked on: the read takes as long as a K block.
+// Every round of `step` tasks is dealt out turned by one, so that in a list of alternating kinds no cluster meets one kind alone.
 struct TaskStream {
   const Task* tasks;
-  int index, step, count;
+  int cluster, step, count, round;
   Task next;
 
-  MOE_FN TaskStream(const Task* tasks_, int count_, int first, int step_) : tasks(tasks_), index(first), step(step_), count(count_) {
-    if (index < count) next = tasks[index];
+  MOE_FN TaskStream(const Task* tasks_, int count_, int cluster_, int step_)
+      : tasks(tasks_), cluster(cluster_), step(step_), count(count_), round(0) {
+    fetch();
+  }
+  MOE_FN int index() const { return round * step + (cluster + round) % step; }
+  MOE_FN void fetch() {
+    if (index() < count) next = tasks[index()];
   }
   MOE_FN bool take(Task& task) {
-    if (index >= count) return false;
+    if (index() >= count) return false;
     task = next;
-    index += step;
-    if (index < count) next = tasks[index];
+    ++round;
+    fetch();
     return true;
+  }
+};
+
+// The kinds that one kernel can run, as template arguments; `visit` calls f with the kind of a task as a type and its place in the
+// list of arguments.
+template <Kind kKind>
+struct KindTag {
+  static constexpr Kind value = kKind;
+};
+template <Kind... kKinds>
+struct KindSet {
+  static constexpr int kCount = sizeof...(kKinds);
+  template <class F>
+  static MOE_FN void visit(int kind, F f) {
+    if constexpr (kCount == 1) {
+      (f(KindTag<kKinds>{}, 0), ...);
+    } else {
+      int at = 0;
+      ((kind == kKinds ? f(KindTag<kKinds>{}, at) : void(), ++at), ...);
+    }
   }
 };
 

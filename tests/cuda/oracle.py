@@ -48,7 +48,9 @@ def activation(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy):
     """FP32 y and gradients (dx, d_weight, dw_gate_up, dw_down) of the expert layer, one expert at a time."""
     x, weight, w_gate_up, w_down = (t.detach().float().requires_grad_() for t in (x, weight, w_gate_up, w_down))
-    y = 0 * x + 0 * weight.sum() + 0 * w_gate_up.sum() + 0 * w_down.sum()  # in the graph even when every expert is empty
+    y = (
+        0 * x + 0 * weight.sum() + 0 * w_gate_up.sum() + 0 * w_down.sum()
+    )  # in the graph even when every expert is empty
     for e in range(w_down.shape[0]):
         token, slot = (expert_TxK == e).nonzero(as_tuple=True)
         if len(token) == 0:
