@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.checkpoint import CheckpointError, Checkpoints
 from moejax.config import BalanceConfig, RouterConfig
 from moejax.ops.balance import balance_loss, balance_metrics, update_select_bias
 from moejax.ops.routing import route
@@ -236,6 +238,14 @@ def bias_stays_fp32(case):
     for call in (lambda b: step(b), lambda b: route(jnp.zeros((1, 1, 4)), b, spec)):
         with pytest.raises(TypeError, match="select_bias is bfloat16; expected float32"):
             call(bias.astype(jnp.bfloat16))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(folder, asynchronous=False)
+        checkpoints.save(1, {"router_bias": bias}, {"next_index": 0})
+        restored, _ = checkpoints.restore({"router_bias": jax.ShapeDtypeStruct((4,), jnp.float32)})
+        np.testing.assert_array_equal(restored["router_bias"], bias)
+        with pytest.raises(CheckpointError, match="router_bias.*bfloat16"):  # Orbax alone casts in silence
+            checkpoints.restore({"router_bias": jax.ShapeDtypeStruct((4,), jnp.bfloat16)})
+        checkpoints.close()
     # One step of the rate decides a choice: 0.5 against 0.501 in the bias of two equal scores.
     _, expert, _ = route(jnp.zeros((1, 1, 4)), jnp.asarray([0.5, 0.501, 0.5, 0.5], jnp.float32), spec)
     assert expert[0, 0].tolist() == [1, 0]
