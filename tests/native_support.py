@@ -18,7 +18,8 @@ from moejax.ops.spec import MoESpec
 HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 # Where a compiler is, a missing module is a broken build and the tests must fail, not skip.
 needs_native = pytest.mark.skipif(
-    not HAS_COMPILER and native.missing("_cpu") is not None, reason="no C++ compiler here, so moejax.native._cpu is not built"
+    not HAS_COMPILER and native.missing("_cpu") is not None,
+    reason="no C++ compiler here, so moejax.native._cpu is not built",
 )
 
 
@@ -35,7 +36,9 @@ class Problem:
     b_down: np.ndarray | None
 
     def masters(self) -> ExpertWeights:
-        return ExpertWeights(*(None if a is None else jnp.asarray(a) for a in (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)))
+        return ExpertWeights(
+            *(None if a is None else jnp.asarray(a) for a in (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down))
+        )
 
 
 def make_problem(sizes, D, F, *, top_k=1, bias=False, seed=0, **spec_fields) -> Problem:
@@ -47,7 +50,8 @@ def make_problem(sizes, D, F, *, top_k=1, bias=False, seed=0, **spec_fields) -> 
     T = len(expert)
     slots = [expert] + [np.where(rng.random(T) < 0.2, -1, (expert + k) % E) for k in range(1, top_k)]
     spec = MoESpec(
-        num_experts=E, d_model=D, expert_width=F, router=RouterConfig(top_k=top_k), expert_bias=bias, backend="native", **spec_fields
+        num_experts=E, d_model=D, expert_width=F, router=RouterConfig(top_k=top_k), expert_bias=bias, backend="native",
+        **spec_fields,
     )  # fmt: skip
     normal = lambda *shape, scale=1.0: (rng.normal(size=shape) * scale).astype(np.float32)  # noqa: E731
     return Problem(
@@ -130,7 +134,9 @@ def oracle(problem: Problem):
 
 def relative_norm(got, expected) -> float:
     """||got - expected|| / ||expected||; 0 where both are exactly zero, inf where only one is."""
-    error, norm = (np.linalg.norm(np.asarray(a, np.float64)) for a in (np.asarray(got, np.float64) - expected, expected))
+    error, norm = (
+        np.linalg.norm(np.asarray(a, np.float64)) for a in (np.asarray(got, np.float64) - expected, expected)
+    )
     return 0.0 if error == 0 else float(error / norm) if norm else float("inf")
 
 

@@ -40,7 +40,7 @@ def test_every_activation_with_biases_masked_slots_and_two_experts(act):
 def test_low_precision_matches_the_xla_backend(recipe):
     problem = make_problem([1, 131, 64, 0, 40], 64, 96, top_k=2, bias=True, recipe=recipe, save="gate_up")
     got, peer = run(problem), run(problem, "xla")
-    # Operands are the same bits; sums differ in their last ones, and now and then one of them falls the other way when it is rounded.
+    # Operands are the same bits; sums differ in their last ones, and now and then one falls the other way when rounded.
     assert_close(got, peer, 1e-3)
     # And the recipe is really applied: far from FP32, by as much as its format costs.
     low, high = {"bf16": (1e-3, 1e-2), "mxfp8": (2e-2, 1.2e-1)}[recipe]
@@ -82,7 +82,9 @@ def test_rows_give_the_bits_of_tokens():
     rows = lambda a: jnp.where((plan.slot_M >= 0)[:, None], a[plan.slot_M // 2], jnp.nan)  # noqa: E731  slack is NaN
     weight_M = jnp.where(plan.slot_M >= 0, weight.reshape(-1)[plan.slot_M], jnp.nan)
     y_rows, saved_rows = backend.forward(rows(x), plan, experts, spec)
-    dx_rows, d_weight_rows, gradients_rows = backend.backward(rows(x), rows(dy), weight_M, saved_rows, plan, experts, spec)
+    dx_rows, d_weight_rows, gradients_rows = backend.backward(
+        rows(x), rows(dy), weight_M, saved_rows, plan, experts, spec
+    )
     padding = np.asarray(plan.slot_M) < 0
     assert not np.asarray(y_rows, np.float32)[padding].any() and not np.asarray(dx_rows, np.float32)[padding].any()
     assert_same_bits(calls.combine(y_rows, weight, plan.row_TxK, jnp.bfloat16), y)

@@ -1,12 +1,13 @@
 """The compiled modules: whether they are here, why not, and their registration with XLA. Read `calls.py` next.
 
-`_cpu` holds the CPU kernels; it is built when moejax is installed with a C++ compiler at hand. Without it everything works on the `xla`
-backend, and a warning says so once.
+`_cpu` holds the CPU kernels; it is built when moejax is installed with a C++ compiler at hand. Without it everything
+works on the `xla` backend, and a warning says so once.
 """
 
 import functools
 import importlib
 import logging
+import os
 import pathlib
 import re
 import threading
@@ -54,8 +55,8 @@ def module(name: str) -> types.ModuleType:
 def register(name: str) -> None:
     """Makes the handlers of a module known to XLA, once per process.
 
-    JAX's backend is created first: a handler XLA refuses while it creates the backend takes the whole backend down with it, and later it
-    is only an error here.
+    JAX's backend is created first: a handler XLA refuses while it creates the backend takes the whole backend down
+    with it, and later it is only an error here.
 
     Raises:
       NativeError: see `module`; or XLA refused a handler.
@@ -106,6 +107,11 @@ def _checked_module(name: str) -> types.ModuleType:
         ) from error
     except ImportError as error:
         raise NativeError(f"the compiled module moejax.native.{name} does not load: {error}") from error
+    wanted = os.environ.get("MOEJAX_CPU_ISA")
+    if name == "_cpu" and wanted and wanted not in loaded.vector_isas():
+        raise NativeError(
+            f"MOEJAX_CPU_ISA is {wanted!r}; expected one of {', '.join(loaded.vector_isas())}, or nothing"
+        )
     compiled, running = tuple(loaded.ffi_api_version()), ffi_api_version()
     if compiled > running:
         raise NativeError(

@@ -1,9 +1,10 @@
 """FFI calls of the CPU kernels, one typed function per handler. Read `ops/experts_native.py` next, the backend made of them.
 
-Every call is pure: no side effect, workspaces are results nobody reads, so remat, common-subexpression and dead-code elimination are free
-to repeat, merge or drop it. Under `vmap` a call runs once per element, in sequence (`vmap_method="sequential"`). Inside `shard_map`
-results vary over the axes any operand varies over. Not differentiable by themselves: `ops/moe.py` holds the one custom_vjp. The C++ side
-checks every shape, dtype and index before it works, and a violation raises `jax.errors.JaxRuntimeError: INVALID_ARGUMENT: …`.
+Every call is pure: no side effect, workspaces are results nobody reads, so remat, common-subexpression and dead-code
+elimination are free to repeat, merge or drop it. Under `vmap` a call runs once per element, in sequence
+(`vmap_method="sequential"`). Inside `shard_map` results vary over the axes any operand varies over. Not differentiable by
+themselves: `ops/moe.py` holds the one custom_vjp. The C++ side checks every shape, dtype and index before it works, and a
+violation raises with `INVALID_ARGUMENT: …` (a JaxRuntimeError or a ValueError, as JAX chooses).
 
 Letters: T tokens, K experts per token, E experts, D model width, F expert width, G = 2F, M rows after dispatch.
 """
@@ -22,8 +23,8 @@ TILE = 128
 _RECIPES = {"fp32": 0, "bf16": 1, "mxfp8": 2}
 _ACTIVATIONS = {"swiglu": 0, "swiglu_clamped": 1, "swiglu_oai": 2, "geglu": 3}
 
-# Tiles between the dgrad and the wgrad products of the backward: bounds the workspace (a tile holds 128 (2D + 3F) values) and is enough
-# work for many cores. It changes no bits.
+# Tiles between the dgrad and the wgrad products of the backward: bounds the workspace (a tile holds 128 (2D + 3F) values)
+# and is enough work for many cores. It changes no bits.
 _WINDOW_TILES = 64
 
 
@@ -153,7 +154,7 @@ def moe_forward(
       y like x (on rows: in the compute dtype, zero in padding), and gate_up (M, 2F) in the compute dtype or None.
     """
     on_rows = rows.slot_M is None
-    M, (E, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], operands.down_ExDxF.shape
+    M, (_, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], operands.down_ExDxF.shape
     dtype = _compute_dtype(recipe)
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
@@ -180,9 +181,11 @@ def moe_backward(
       weight: FP32 (T, K), or (M,) on rows.
       saved: what the forward saved, or None: gate and up are computed again.
       fprop, dgrad: both orientations of the operands.
-      accumulators: (dw_gate_up, dw_down, db_gate_up or None, db_down or None) FP32 to continue from, aliased to the results; or None.
+      accumulators: (dw_gate_up, dw_down, db_gate_up or None, db_down or None) FP32 to continue from, aliased to the
+        results; or None.
     Returns:
-      dx like x (on rows: in the compute dtype), d_weight like weight, and the four gradients (biases None where there are none).
+      dx like x (on rows: in the compute dtype), d_weight like weight, and the four gradients (biases None where there
+      are none).
     """
     on_rows = rows.slot_M is None
     M, (E, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], dgrad.down_ExDxF.shape

@@ -1,8 +1,8 @@
 """Backend `native`: the whole expert layer in one compiled call, forward and backward.
 
-On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a plan, weights
-and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the weight copies, bit for bit, so a checkpoint
-or a residual does not tell which backend ran. With a transport around it (R > 1) the row-level forms run.
+On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a
+plan, weights and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the bits of the
+weight copies. With a transport around it (R > 1) the row-level forms run.
 
 Letters: T tokens, K experts per token, M rows after dispatch, E experts, D model width, F expert width.
 """
