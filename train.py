@@ -46,16 +46,16 @@ def main(arguments: list[str]) -> int:
 
 
 def train(run: RunFolder, config: Config) -> None:
-    use_compile_cache(config)
     mesh = jax.sharding.get_mesh()
     dataset = open_dataset(config.data)
     run.keep_data(dataset)
     config = with_vocabulary(config, dataset.vocab_size)
+    batches = train_iterator(dataset, config)
+    use_compile_cache(config)
     skeleton = make_skeleton(config)
 
     # Where to start: at the newest checkpoint, or at the beginning.
     checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
-    batches = train_iterator(dataset, config)
     finished = checkpoints.latest()
     if finished is None:
         state = create_state(config, mesh)

@@ -1,9 +1,11 @@
 """The command itself, in processes of its own: runs, interrupts, kills, and what it says about wrong input."""
 
+import fcntl
 import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from moejax.checkpoint import named_leaves
 from moejax.training.metrics import read_records
+from train import main as command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 12
@@ -39,7 +42,7 @@ def write_config(folder, name="tiny", **training):
         "optimizer": {"warmup_steps": 3},
         "training": {"steps": STEPS, "global_batch": 4, "micro_batches": 2, "sequence_length": 40, **training},
         "checkpoint": {"every_steps": 2, "keep": 2},
-        "log": {"every_steps": 4, "sample_tokens": 0, "tensorboard": False},
+        "log": {"every_steps": 4, "sample_tokens": 8, "tensorboard": False},
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -129,7 +132,9 @@ def test_a_run_trains_and_leaves_its_artefacts(undisturbed):
     assert 0 < summary["active_parameters"] < summary["parameters"]
     assert 2.0 < summary["heldout_nats_per_byte"] < 5.6
     page = (folder / "runs/tiny/report.html").read_text()
-    assert "Expert load over time" in page
+    assert "Expert load over time" in page and "Generated sample" in page
+    sample = (folder / "runs/tiny/sample.txt").read_text()
+    assert sample.startswith("import ") and sample in done.stdout
     assert sorted(p.name for p in (folder / "runs/tiny/checkpoints").iterdir()) == ["10", "12"]
 
 
@@ -166,3 +171,87 @@ def test_kill_at_any_moment_then_the_same_command_continues_bit_for_bit(undistur
         assert code == -signal.SIGKILL, output
     train(folder, path, "run_dir=runs/killed")
     assert_same_run(outcome(folder, path, "runs/killed"), expected)
+
+
+def say(capsys, monkeypatch, folder, *arguments):
+    """What the command says about arguments it can't use. In this process: nothing here reaches a compiler."""
+    monkeypatch.chdir(folder)
+    code = command_line([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    assert code != 0 and "Traceback" not in said.err, said.err
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+    return said.err
+
+
+BAD = {
+    "no config file": (["none.yaml"], "none.yaml"),
+    "unknown key": (["{config}", "training.stpes=3"], "training.steps"),
+    "wrong type": (["{config}", "training.steps=many"], "training.steps"),
+    "more experts per token than experts": (["{config}", "moe.router.top_k=6"], "top_k"),
+    "unknown preset": (["{config}", "preset=gpt-9"], "gpt-9"),
+    "no such model": (["{config}", "model.module=models.nothing:Decoder"], "models.nothing"),
+    "missing corpus": (["{config}", "data.source=nowhere"], "nowhere"),
+    "empty corpus": (["{config}", "data.source=empty.txt"], "empty"),
+    "binary corpus": (["{config}", "data.source=binary.txt"], "binary.txt"),
+    "sequence longer than the corpus": (["{config}", "training.sequence_length=1000000"], "1000000"),
+    "run folder below a file": (["{config}", "run_dir=empty.txt/run"], "empty.txt/run"),
+    "vocabulary below the tokenizer's": (["{config}", "model.vocab_size=200"], "model.vocab_size is 200"),
+    "more mesh than devices": (["{config}", "mesh.data=1", "mesh.fsdp=3"], "devices"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_line(case, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 40)
+    path = write_config(tmp_path)
+    arguments, named = BAD[case]
+    said = say(capsys, monkeypatch, tmp_path, *(part.format(config=path) for part in arguments))
+    assert named in said, said
+
+
+def test_changed_config_lists_the_keys_and_free_keys_may_change(undisturbed, capsys, monkeypatch):
+    folder, path, _, _ = undisturbed
+    said = say(capsys, monkeypatch, folder, path, "training.global_batch=8", "optimizer.b1=0.8", "log.every_steps=3")
+    assert "training.global_batch: 4 -> 8" in said and "optimizer.b1: 0.9 -> 0.8" in said and "log" not in said
+    assert command_line([str(path), "log.every_steps=3", "checkpoint.keep=1"]) == 0
+    assert "has finished" in capsys.readouterr().out
+
+
+def test_changed_corpus_is_refused(undisturbed, capsys, monkeypatch, tmp_path):
+    folder, path, _, _ = undisturbed
+    copy = tmp_path / "runs" / "tiny"
+    shutil.copytree(folder / "runs" / "tiny", copy)
+    (copy / "summary.json").unlink()
+    corpus = folder / "corpus.txt"
+    text = corpus.read_text()
+    try:
+        corpus.write_text(text + "x = 1\n")
+        said = say(capsys, monkeypatch, folder, path, f"run_dir={copy}")
+    finally:
+        corpus.write_text(text)
+    assert "text changed" in said
+
+
+def test_folder_in_use_is_refused(undisturbed, capsys, monkeypatch):
+    folder, path, _, _ = undisturbed
+    with open(folder / "runs/tiny/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in say(capsys, monkeypatch, folder, path)
+
+
+def test_help_lists_every_field(capsys):
+    assert command_line(["--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("training.sequence_length", "tokens per sequence", "256", "moe.router.top_k", "a whole number"):
+        assert words in text
+
+
+def test_full_disk_ends_the_run_with_one_line(undisturbed):
+    """A limit on the size of files stands in for a full disk: both fail inside a write."""
+    folder, path, _, _ = undisturbed
+    limited = ["bash", "-c", 'ulimit -f 60 && exec "$@"', "run", *command(path, "run_dir=runs/full")]
+    done = subprocess.run(limited, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "could not write" in lines[0] and "File too large" in lines[0]

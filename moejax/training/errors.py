@@ -32,7 +32,7 @@ def one_line_errors() -> Iterator[Outcome]:
     try:
         yield outcome
     except KeyboardInterrupt:
-        _say("interrupted before the first step; nothing is lost")
+        _say("interrupted; the same command continues from the newest checkpoint")
         outcome.exit_code = 130
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         _say(_message(error))

@@ -4,6 +4,7 @@ from typing import Any
 
 from moejax.config import Config
 from moejax.data import Dataset, heldout_batches
+from moejax.generate import generate_text
 from moejax.training.evaluate import evaluate
 from moejax.training.metrics import read_records
 from moejax.training.report import report_html, summary, summary_text
@@ -22,8 +23,6 @@ def finish(run: RunFolder, config: Config, dataset: Dataset, skeleton: Skeleton,
     values = summary(records, held_out, *parameter_counts(state.params, config))
     sample = ""
     if config.log.sample_tokens:
-        from moejax.generate import generate_text
-
         model = skeleton.merge(state.params, state.router_bias)
         sample = generate_text(model, dataset.tokenizer, config.log.sample_prompt, config.log.sample_tokens)
         run.write("sample.txt", sample)
