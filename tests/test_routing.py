@@ -174,6 +174,7 @@ def test_a_logit_that_is_not_finite_poisons_its_token_only(name, bits):
     router = ROUTERS[name]
     logits, bias, _ = inputs(seed=9)
     clean_weight, clean_expert, clean = routed(logits, bias_of(router, bias), spec_of(router))
+    logits = logits.copy()  # JAX may still be reading the first one, without a copy of its own
     logits[1, 2, 4] = np.array(bits, np.uint32).view(np.float32)
     weight, expert, stats = (
         jax.tree.map(np.asarray, t) for t in routed(logits, bias_of(router, bias), spec_of(router))
