@@ -56,7 +56,7 @@ struct GemmArguments {
   TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
   TensorMap scaled_h; // kDgradDown: weight * h
   uint8_t* scatter;   // kDown, kDgradGateUp with K = 1: rows go straight to their token here, instead of to `out`
-  const int* counters;        // task dependencies, when several kinds share a launch
+  const int* counters;        // task dependencies, when several kinds share a launch; null otherwise
   const int* targets;
   int* signals;
   const float* weight_TxK;    // kDgradDown, kDown with scatter: combine weights, by slot

@@ -103,12 +103,11 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
     case kGateUp: return plain ? launch<KindSet<kGateUp>, true>(batch, stream) : launch<KindSet<kGateUp>, false>(batch, stream);
     case kDown: return launch<KindSet<kDown>, true>(batch, stream);
     case kDgradDown: return plain ? launch<KindSet<kDgradDown>, true>(batch, stream) : launch<KindSet<kDgradDown>, false>(batch, stream);
+    case kDgradGateUp: return launch<KindSet<kDgradGateUp>, true>(batch, stream);
+    case kWgradDown: return launch<KindSet<kWgradDown>, true>(batch, stream);
+    case kWgradGateUp: return launch<KindSet<kWgradGateUp>, true>(batch, stream);
     default: return cudaErrorInvalidValue;
   }
-}
-
-cudaError_t launch_gradients(const GemmBatch<CUtensorMap, 3>& batch, cudaStream_t stream) {
-  return launch<KindSet<kDgradGateUp, kWgradDown, kWgradGateUp>, true>(batch, stream);
 }
 
 }  // namespace moe

@@ -11,7 +11,4 @@ namespace moe {
 // Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
 cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream);
 
-// A list of kDgradGateUp, kWgradDown and kWgradGateUp, whose arguments are in that order.
-cudaError_t launch_gradients(const GemmBatch<CUtensorMap, 3>& batch, cudaStream_t stream);
-
 }  // namespace moe

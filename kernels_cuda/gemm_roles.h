@@ -1,5 +1,5 @@
-// The three roles of a GEMM block, for every kind: load_operands (producer), compute_tiles (consumers) and store_results (store
-// warps; what it does per task is in gemm_epilogue.h). The ring they share is in gemm_ring.h; gemm_kernels.cu sends each warp to
+// The roles of a GEMM block, for every kind: load_operands (producer), compute_tiles (consumers) and store_results (store
+// warps; what they do per task is in gemm_epilogue.h). The ring they share is in gemm_ring.h; gemm_kernels.cu sends each warp to
 // its role.
 #pragma once
 
@@ -47,7 +47,7 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
     }
   };
 
-  wait_ready<Isa>(task, args);
+  wait_ready<Isa>(tile, args);
   if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
   const int k_blocks = task_k_blocks<kKind>(task, args);

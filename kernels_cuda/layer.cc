@@ -63,20 +63,14 @@ int k_blocks(const LayerShape& s, Kind kind) {
   return static_cast<int>(((width ? s.width : s.d_model) + 63) / 64);
 }
 
-// Few rows per expert make weight-gradient tiles that mostly write; they then run among the tiles of dx. With many rows both are
-// bound by products, and their operands stay in the L2 better one kind at a time.
-bool interleave_gradients(const LayerShape& s) { return s.tokens * s.top_k / s.experts <= 1024; }
-
-TaskList take_list(Workspace& workspace, const LayerShape& s, std::initializer_list<Kind> kinds, bool skip_empty = false) {
+TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
   TaskList list = {};
-  int64_t tasks = 0;
-  for (Kind kind : kinds) {
-    TaskPart& part = list.parts[list.num_parts++];
-    part = {kind, tile_columns(kind), m_extent(s, kind), n_extent(s, kind), skip_empty};
-    tasks += max_tasks(s, part);
-  }
-  list.interleave = list.num_parts > 1 && interleave_gradients(s);
-  list.tasks = workspace.take<Task>(tasks);
+  list.kind = kind;
+  list.tile_n = tile_columns(kind);
+  list.m_extent = m_extent(s, kind);
+  list.n_extent = n_extent(s, kind);
+  list.skip_empty = skip_empty;
+  list.tasks = workspace.take<Task>(max_tasks(s, list));
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
 }
@@ -93,9 +87,9 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
 
 Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
-  const Kind kind = list.parts[0].kind;
-  cudaError_t error = launch_gemm(kind, {{args}, list.tasks, list.num_tasks}, stream);
-  return error == cudaSuccess ? Status{} : failed(kNames[kind], error);
+  GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
+  cudaError_t error = launch_gemm(list.kind, batch, stream);
+  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
 }
 
 struct ForwardMemory {
@@ -110,8 +104,8 @@ ForwardMemory forward_memory(Workspace& workspace, const LayerShape& s) {
   m.x_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
   m.h_MxF = workspace.take<uint16_t>(s.rows * s.width);
   m.y_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
-  m.gate_up = take_list(workspace, s, {kGateUp});
-  m.down = take_list(workspace, s, {kDown});
+  m.gate_up = take_list(workspace, s, kGateUp);
+  m.down = take_list(workspace, s, kDown);
   return m;
 }
 
@@ -123,7 +117,7 @@ struct BackwardMemory {
   uint16_t* gate_up_2xMxF;
   uint16_t* dx_MxD;
   float* partial_CxM;
-  TaskList gate_up, dgrad_down, gradients;
+  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
 };
 
 BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool recompute, bool accumulate) {
@@ -135,9 +129,11 @@ BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool r
   m.gate_up_2xMxF = recompute ? workspace.take<uint16_t>(2 * s.rows * s.width) : nullptr;
   m.dx_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
   m.partial_CxM = workspace.take<float>((s.width + 127) / 128 * s.rows);
-  m.dgrad_down = take_list(workspace, s, {kDgradDown});
-  m.gradients = take_list(workspace, s, {kDgradGateUp, kWgradDown, kWgradGateUp}, accumulate);
-  if (recompute) m.gate_up = take_list(workspace, s, {kGateUp});
+  m.dgrad_down = take_list(workspace, s, kDgradDown);
+  m.dgrad_gate_up = take_list(workspace, s, kDgradGateUp);
+  m.wgrad_down = take_list(workspace, s, kWgradDown, accumulate);
+  m.wgrad_gate_up = take_list(workspace, s, kWgradGateUp, accumulate);
+  if (recompute) m.gate_up = take_list(workspace, s, kGateUp);
   return m;
 }
 
@@ -202,8 +198,8 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   const bool recompute = gate_up_2xMxF == nullptr;
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
-  TaskList lists[] = {m.dgrad_down, m.gradients, m.gate_up};
-  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 3 : 2, stream));
+  TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
@@ -263,9 +259,9 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
-  cudaError_t error = launch_gradients({{dx_args, dw_down_args, dw_up_args}, m.gradients.tasks, m.gradients.num_tasks}, stream);
-  if (error != cudaSuccess) return failed("dgrad_gate_up, wgrad_down, wgrad_gate_up", error);
-
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
   MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
   if (s.top_k == 1) return {};
   return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);

@@ -39,25 +39,19 @@ struct alignas(32) Task {
 static_assert(sizeof(Task) == 32, "a task is read as two 16-byte words");
 
 // The tasks of one cluster, in order. The next one is read while the current one is worked on: the read takes as long as a K block.
-// Every round of `step` tasks is dealt out turned by one, so that in a list of alternating kinds no cluster meets one kind alone.
 struct TaskStream {
   const Task* tasks;
-  int cluster, step, count, round;
+  int index, step, count;
   Task next;
 
-  MOE_FN TaskStream(const Task* tasks_, int count_, int cluster_, int step_)
-      : tasks(tasks_), cluster(cluster_), step(step_), count(count_), round(0) {
-    fetch();
-  }
-  MOE_FN int index() const { return round * step + (cluster + round) % step; }
-  MOE_FN void fetch() {
-    if (index() < count) next = tasks[index()];
+  MOE_FN TaskStream(const Task* tasks_, int count_, int first, int step_) : tasks(tasks_), index(first), step(step_), count(count_) {
+    if (index < count) next = tasks[index];
   }
   MOE_FN bool take(Task& task) {
-    if (index() >= count) return false;
+    if (index >= count) return false;
     task = next;
-    ++round;
-    fetch();
+    index += step;
+    if (index < count) next = tasks[index];
     return true;
   }
 };

@@ -6,28 +6,20 @@
 
 namespace moe {
 
-struct TaskPart {
+struct TaskList {
   Kind kind;
   int tile_n;       // output columns of a block's tile (of F for kGateUp: half the accumulator width)
   int m_extent;     // weight gradients: output rows (of one half)
   int n_extent;     // output columns
   bool skip_empty;  // weight gradients: experts without rows get no task (accumulation)
-};
-
-// A list of one to three kinds. Interleaved: expert by expert, the first kind's tasks spread evenly among the others', so that
-// tiles bound by products run beside tiles bound by writes. Otherwise one kind after the other.
-struct TaskList {
-  TaskPart parts[3];
-  int num_parts;
-  bool interleave;
   Task* tasks;
   int32_t* num_tasks;
 };
 
-constexpr int kMaxLists = 4;
+constexpr int kMaxLists = 5;
 
-// Upper bound of a part's tasks for any routing.
-int64_t max_tasks(const LayerShape& shape, const TaskPart& part);
+// Upper bound of the list's length for any routing.
+int64_t max_tasks(const LayerShape& shape, const TaskList& list);
 
 // Fills up to kMaxLists lists in one launch.
 Status build_tasks(const LayerShape& shape, const Plan& plan, const TaskList* lists, int num_lists, cudaStream_t stream);
