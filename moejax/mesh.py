@@ -120,7 +120,7 @@ def logical_to_spec(
     """
     if shape is not None and len(shape) != len(names):
         raise ValueError(f"{tensor_name} has shape {tuple(shape)} but {len(names)} logical axes {tuple(names)}")
-    used: dict[str, str] = {}
+    used: dict[str, str | None] = {}
     entries = []
     for i, name in enumerate(names):
         if name is not None and name not in rules:

@@ -55,7 +55,7 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
       ValueError: the ids have another K, or (where they are concrete) lie outside -1..E-1; too many slots for int32.
     """
     _check_ids(expert_TxK, spec)
-    first_expert = 0
+    first_expert: int | jax.Array = 0
     if spec.ranks > 1:
         # Ids are a few bytes per token, and with all of them every rank knows the global order.
         expert_TxK = jax.lax.all_gather(expert_TxK, spec.axis, axis=0, tiled=True)
