@@ -109,7 +109,9 @@ def undisturbed(tmp_path_factory):
     """One whole run, its output, and its outcome; it also fills the compile cache for the others."""
     folder = tmp_path_factory.mktemp("train")
     path = write_config(folder)
-    done = train(folder, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_LOG_COMPILES", "1")
+        done = train(folder, path)
     return folder, path, done, outcome(folder, path, "runs/tiny")
 
 
@@ -136,6 +138,14 @@ def test_a_run_trains_and_leaves_its_artefacts(undisturbed):
     sample = (folder / "runs/tiny/sample.txt").read_text()
     assert sample.startswith("import ") and sample in done.stdout
     assert sorted(p.name for p in (folder / "runs/tiny/checkpoints").iterdir()) == ["10", "12"]
+
+
+def test_the_step_compiles_once_and_nothing_compiles_while_it_runs(undisturbed):
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", undisturbed[2].stderr)
+    assert compiled.count("step") == 1, compiled
+    assert compiled.count("init") == 1 and len(compiled) < 40, (
+        compiled
+    )  # 12 steps: one more program per step would show
 
 
 def test_a_finished_run_prints_its_summary_and_does_not_train(undisturbed):

@@ -78,18 +78,24 @@ def make_step(skeleton: Skeleton, config: Config) -> Callable[[TrainState, Batch
             count_NxE = _count_experts(model, copies, batch)
 
         def gradients(part: Batch):
-            return jax.value_and_grad(objective, has_aux=True)(state.params, state, copies, part, totals, count_NxE)
+            return jax.vjp(
+                lambda params: objective(params, state, copies, part, totals, count_NxE), state.params, has_aux=True
+            )
 
         if config.training.micro_batches == 1:
-            (_, sums), grads = gradients(jax.tree.map(lambda x: x[0], batch))
+            _, pullback, sums = gradients(jax.tree.map(lambda x: x[0], batch))
+            (grads,) = pullback(jnp.float32(1.0))
         else:
+            # One FP32 buffer per parameter: each backward adds into it where it makes the gradient, layer by layer.
+            buffers = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), state.params)
 
-            def accumulate(grads, part):
-                (_, sums), more = gradients(part)
-                return jax.tree.map(jnp.add, grads, more), sums
+            def accumulate(_, part):
+                _, pullback, sums = gradients(part)
+                pullback.with_refs(buffers)(jnp.float32(1.0))
+                return None, sums
 
-            zeros = jax.tree.map(jnp.zeros_like, state.params)
-            grads, per_part = jax.lax.scan(accumulate, zeros, batch)
+            _, per_part = jax.lax.scan(accumulate, None, batch)
+            grads = jax.tree.map(lambda buffer: buffer[...], buffers)
             sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), per_part)
         loss, balance, stats = sums
 
