@@ -70,7 +70,8 @@ def parts(config=CONFIG):
             noise /= np.sqrt(leaf.shape[-1])
         return jnp.asarray(noise * (0.2 if "bias" in jax.tree_util.keystr(path) else 1), leaf.dtype)
 
-    return graphdef, *(jax.tree_util.tree_map_with_path(draw, tree) for tree in (params, state))
+    with jax.ensure_compile_time_eval():  # it may be called, and is cached, while a function is traced
+        return graphdef, *(jax.tree_util.tree_map_with_path(draw, tree) for tree in (params, state))
 
 
 def batch():
