@@ -118,10 +118,12 @@ class _Layout:
         self.tight_end_E = jnp.cumsum(self.count_E)
         self.rows = rows
         groups = self.count_E.shape[0]
-        self.padded_rows = -(-(rows + (TILE - 1) * min(groups, rows)) // TILE) * TILE
+        self.padded_rows = max(TILE, -(-(rows + (TILE - 1) * min(groups, rows)) // TILE) * TILE)
 
     def pad(self, value_MxC):
         """(M, C) -> (Q, C), zero in padding."""
+        if self.rows == 0:
+            return zeros_like_varying((self.padded_rows, value_MxC.shape[1]), value_MxC.dtype, value_MxC)
         row_Q = jnp.arange(self.padded_rows, dtype=jnp.int32)
         group_Q = jnp.searchsorted(self.start_E, row_Q, side="right") - 1
         offset_Q = row_Q - self.start_E[group_Q]
