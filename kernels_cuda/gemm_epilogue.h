@@ -5,7 +5,8 @@
 // Stores clip at the tensor's edges; row tiles start at the expert's base and groups are padded to the tile, so a store cannot
 // reach the next expert. Rows past the expert's count are written as zeros.
 //
-// Weight gradients go straight from the registers to memory.
+// Weight gradients go straight from the registers to memory, but for their last 64 columns: a block writes 32 bytes a clock at
+// best, so what waits in staging is written while the next tile's products run.
 //
 // Hand-over. written[consumer][unit]: 4 warps arrive, once per tile; the store warp waits. credit[consumer]: the store warp
 // arrives once per tile, when all of it has left shared memory; the consumer waits before its next tile's first unit, so that no
@@ -24,7 +25,7 @@ template <class Config>
 MOE_HOST_FN constexpr int drain_stages(Kind kind) {
   return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
-MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind == kDown || kind == kDgradGateUp; }
+MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kGateUp && kind != kDgradDown; }
 
 template <class Isa, class Config, bool kPlain>
 struct Epilogue {
@@ -224,10 +225,28 @@ struct Epilogue {
     }
   }
 
-  // Weight gradients, FP32, straight from the registers: neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so
-  // that each writes 16 bytes and four lanes 64 bytes of a row.
+  // 32 columns of FP32. Odd rows write blocks j and j ^ 2 in the other order: rows 2 i and 2 i + 1 would otherwise meet in the same
+  // banks.
+  MOE_FN void write_fp32(const float (&acc)[Config::kAcc], int part, uint32_t panel) const {
+    const uint32_t odd = (lane / 4) % 2;
+    MOE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      MOE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int at = 16 * part + 4 * j + 2 * half;
+        const int other = 16 * part + 4 * (j ^ 2) + 2 * half;
+        const uint32_t address = fp32_address(panel, odd ? j ^ 2 : j, half);
+        Isa::store_float2(address, Isa::select(odd, acc[other], acc[at]), Isa::select(odd, acc[other + 1], acc[at + 1]));
+      }
+    }
+  }
+
+  // Weight gradients, FP32. From the registers, neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so that each
+  // writes 16 bytes and four lanes 64 bytes of a row.
   template <class Arguments>
-  MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], const Task& tile, Kind kind, const Arguments& args) const {
+  MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], const Task& tile, Kind kind, const Arguments& args) {
+    constexpr int kStagedParts = 2;
+    constexpr int kDirectColumns = Config::kTileN - 32 * kStagedParts;
     const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
     const int first_row = tile.m0 + 64 * static_cast<int>(consumer) + row_in_group();
     const uint32_t odd = lane % 2;
@@ -238,7 +257,7 @@ struct Epilogue {
     for (int half = 0; half < 2; ++half) {
       const int columns = first_row + 8 * half < args.m_extent ? args.n_extent - first_column : 0;
       MOE_UNROLL
-      for (int jj = 0; jj < Config::kTileN / 16; ++jj) {
+      for (int jj = 0; jj < kDirectColumns / 16; ++jj) {
         const int a = 8 * jj + 2 * half, b = a + 4;  // this lane's pairs of blocks 2 jj and 2 jj + 1
         const float got0 = Isa::shuffle_xor(Isa::select(odd, acc[a], acc[b]), 1);
         const float got1 = Isa::shuffle_xor(Isa::select(odd, acc[a + 1], acc[b + 1]), 1);
@@ -248,6 +267,12 @@ struct Epilogue {
       }
       at += 8 * pitch;
     }
+    begin_tile();
+    MOE_UNROLL
+    for (int part = 0; part < kStagedParts; ++part) {
+      write_fp32(acc, kDirectColumns / 32 + part, staging_panel<Config>(base, consumer, part));
+    }
+    finish_unit(0);
   }
 };
 
@@ -275,22 +300,20 @@ MOE_FN void scatter_panel(const Arguments& args, const int (&tokens)[2], int col
   }
 }
 
-// Store warp of one consumer, one task: sends every unit to memory in order and gives its shared memory back. Weight gradients do
-// not pass through it.
+// Store warp of one consumer, one task: sends every unit to memory in order and gives its shared memory back.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                        Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
   ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
-  if (is_wgrad(kKind)) return;
 
   constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;
   constexpr int kUnits = drain_stages<Config>(kKind) + (uses_staging(kKind) ? 1 : 0);
   const bool one = Isa::lane_index() == 0;  // this lane issues, so that it can wait for its bulk stores
-  const int row = tile.row0 + 64 * static_cast<int>(consumer);
+  const int row = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * static_cast<int>(consumer);
   // Padded rows of a whole warpgroup are never read again, except in what is saved for the backward.
-  const bool wanted = tile.rows > 64 * static_cast<int>(consumer);
-  const bool scatter = uses_staging(kKind) && args.scatter != nullptr;
+  const bool wanted = is_wgrad(kKind) || tile.rows > 64 * static_cast<int>(consumer);
+  const bool scatter = uses_staging(kKind) && !is_wgrad(kKind) && args.scatter != nullptr;
   int column = tile.n0;
   int tokens[2] = {-1, -1};
   if (scatter && wanted) {
@@ -300,7 +323,7 @@ MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_
   MOE_NO_UNROLL
   for (int unit = 0; unit < kUnits; ++unit) {
     Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles & 1);
-    const bool staged = uses_staging(kKind) && unit == 1;
+    const bool staged = uses_staging(kKind) && unit == kUnits - 1;
     const uint32_t first = staged ? staging_panel<Config>(shared_base, consumer, 0) : slot_panel<Config>(ring.data(), consumer, 0);
     if (scatter) {
       if (wanted) {
@@ -319,6 +342,10 @@ MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_
         const bool third = wanted && (kKind == kDgradDown || args.write_out);
         if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
         column += 64;
+      } else if (is_wgrad(kKind)) {
+        column += Config::kTileN - 64;
+        Isa::store_panel(&args.out, first, column, row, tile.half, tile.expert);
+        Isa::store_panel(&args.out, first + kPanelBytes, column + 32, row, tile.half, tile.expert);
       } else {
         if (wanted) {
           Isa::store_panel(&args.out, first, column, row, 0, 0);
