@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         seen_LxS = jnp.arange(k_cache.shape[1]) <= query_L[:, None]
         return linear(attend(q, k_cache, v_cache, seen_LxS), self.w_o[...]), (k_cache, v_cache)
 
-    def _project(self, x_BxLxD, turns):
+    def _project(self, x_BxLxD, turns) -> tuple[jax.Array, jax.Array, jax.Array]:
         q = _linear(x_BxLxD, self.w_q, self.b_q)
         k = _linear(x_BxLxD, self.w_k, self.b_k)
         v = _linear(x_BxLxD, self.w_v, self.b_v)

@@ -57,7 +57,15 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, token_BxL: jax.Array) -> jax.Array:
-        return self.table[...][token_BxL].astype(self.dtype)
+        return self._rows(token_BxL).astype(self.dtype)
+
+    def _rows(self, token_BxL):
+        table_VxD, sharding = self.table[...], jax.typeof(token_BxL).sharding
+        if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+            return table_VxD[token_BxL]
+        # Under explicit axes a look-up must say where its rows go: with their tokens.
+        rows = jax.P(*sharding.spec, *[None] * (token_BxL.ndim + 1 - len(sharding.spec)))
+        return table_VxD.at[token_BxL].get(out_sharding=rows)
 
 
 class RMSNorm(nnx.Module):

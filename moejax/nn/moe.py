@@ -19,7 +19,7 @@ from moejax.ops.experts import ExpertWeights, prepare_experts
 from moejax.ops.linear import linear
 from moejax.ops.moe import moe_layer
 from moejax.ops.routing import route, router_logits
-from moejax.ops.spec import MoESpec, moe_spec
+from moejax.ops.spec import MoESpec, Recipe, moe_spec
 
 
 class RouterBias(nnx.Variable):
@@ -42,8 +42,8 @@ class Experts(nnx.Module):
         self.b_down = param.zeros((experts, d_model), ("expert", "embed")) if biases else None
 
     def masters(self) -> ExpertWeights:
-        leaves = (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)
-        return ExpertWeights(*(None if leaf is None else leaf[...] for leaf in leaves))
+        b_gate_up, b_down = (None if leaf is None else leaf[...] for leaf in (self.b_gate_up, self.b_down))
+        return ExpertWeights(self.w_gate_up[...], self.w_down[...], b_gate_up, b_down)
 
 
 class MoE(nnx.Module):
@@ -76,7 +76,7 @@ class MoE(nnx.Module):
         config: MoEConfig | None = None,
         *,
         rngs: nnx.Rngs,
-        recipe: str = "fp32",
+        recipe: Recipe = "fp32",
         mesh: jax.sharding.Mesh | None = None,
         spec: MoESpec | None = None,
     ):

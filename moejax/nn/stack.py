@@ -15,7 +15,7 @@ def make_stack(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> 
     """
     if layers == 0:
         return None
-    graphdef = None
+    graphdef: Any = None
 
     def one(key):
         nonlocal graphdef
@@ -37,7 +37,7 @@ def split_stack(tree: Any, sizes: list[int] | None = None) -> list[Any]:
     if not leaves or sizes == [leaves[0].shape[0]]:
         return [tree]
     single = sizes is None
-    sizes = [1] * leaves[0].shape[0] if single else sizes
+    sizes = [1] * leaves[0].shape[0] if sizes is None else sizes
     columns = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
     pieces = [[column[i] for column in columns] for i in range(len(sizes))]
     if single:
