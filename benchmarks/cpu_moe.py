@@ -1,7 +1,7 @@
 """The whole SwiGLU expert layer on a CPU against three `jax.lax.ragged_dot`s and three dense products of the same FLOPs.
 
-Run:    python -m benchmarks.cpu_moe            # about a minute on 2 cores; appends to benchmarks/results/<machine>/cpu_moe.jsonl
-Shape:  E32 D256 F512 K1, 4096 tokens, random routing (docs/design.md, benchmark protocol).
+Run:    python -m benchmarks.cpu_moe            # a few minutes on 2 cores; appends to benchmarks/results/<machine>/cpu_moe.jsonl
+Shapes: E32 D256 F512 K1, 4096 tokens, random routing (docs/design.md, benchmark protocol), and three others of SHAPES.
 
 moejax' forward includes the schedule, dispatch and combine and writes its residuals; the peers get rows that are already sorted
 and do none of that. `backward` runs on saved residuals, `step` is both in one program. All of them run in turn in one process,
@@ -9,6 +9,7 @@ so the ratios hold even where the times do not; each figure is a median.
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import json
@@ -27,7 +28,27 @@ from moejax.ops.moe import moe_ffn, prepare_experts, resolve_backend
 from moejax.ops.schedule import schedule
 from moejax.ops.spec import MoESpec
 
-E, D, F, K, TOKENS = 32, 256, 512, 1, 4096
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """E experts, D and F their widths, K experts per token, T tokens."""
+
+    E: int
+    D: int
+    F: int
+    K: int
+    T: int
+
+    def __str__(self) -> str:
+        return f"E{self.E} D{self.D} F{self.F} K{self.K}"
+
+
+SHAPES = (
+    Shape(32, 256, 512, 1, 4096),  # the bar
+    Shape(64, 256, 256, 4, 1024),  # small experts, 64 rows each
+    Shape(8, 512, 1024, 2, 2048),  # few, wide experts
+    Shape(16, 384, 1536, 1, 2000),  # nothing is a power of two
+)
 PASSES = ("forward", "backward", "step")
 
 
@@ -56,7 +77,12 @@ def passes(function, *operands):
     y, pullback = forward(*operands)
     dy = jax.random.normal(jax.random.key(9), y.shape, y.dtype)
     backward = jax.jit(lambda pullback, dy: pullback(dy))
-    step = jax.jit(lambda dy, *args: jax.vjp(function, *args)[1](dy))
+
+    @jax.jit
+    def step(dy, *args):
+        y, pullback = jax.vjp(function, *args)
+        return y, pullback(dy)  # y too: without it the last product would go as dead code
+
     return {
         "forward": lambda: forward(*operands),
         "backward": lambda: backward(pullback, dy),
@@ -64,18 +90,21 @@ def passes(function, *operands):
     }
 
 
-def build(recipe: str) -> dict[str, dict]:
+def build(recipe: str, shape: Shape) -> dict[str, dict]:
     """{impl: {pass: callable}} on the same random data."""
+    E, D, F, K = shape.E, shape.D, shape.F, shape.K
     keys = jax.random.split(jax.random.key(0), 6)
-    x = jax.random.normal(keys[0], (TOKENS, D), jnp.float32 if recipe == "fp32" else jnp.bfloat16)
-    expert = jax.random.randint(keys[1], (TOKENS, K), 0, E, jnp.int32)
-    weight = jax.random.uniform(keys[2], (TOKENS, K), jnp.float32)
+    x = jax.random.normal(keys[0], (shape.T, D), jnp.float32 if recipe == "fp32" else jnp.bfloat16)
+    expert = jax.lax.top_k(jax.random.uniform(keys[1], (shape.T, E)), K)[1].astype(jnp.int32)  # K distinct ones
+    weight = jax.random.uniform(keys[2], (shape.T, K), jnp.float32)
     w_gate_up = jax.random.normal(keys[3], (E, 2, F, D), jnp.float32) / D**0.5
     w_down = jax.random.normal(keys[4], (E, D, F), jnp.float32) / F**0.5
 
     built = {}
     for backend in ("xla", "native"):
-        spec = MoESpec(E, D, F, router=RouterConfig(top_k=K, norm_topk=False), recipe=recipe, backend=backend)
+        spec = MoESpec(
+            E, D, F, router=RouterConfig(top_k=K, norm_topk=False), recipe=recipe, backend=backend, save="gate_up"
+        )
         try:
             resolve_backend(spec)
         except ValueError as refusal:
@@ -88,20 +117,21 @@ def build(recipe: str) -> dict[str, dict]:
         )  # fmt: skip
 
     dtype = x.dtype
-    order = jnp.argsort(expert[:, 0], stable=True)
-    group_sizes = jnp.bincount(expert[:, 0], length=E).astype(jnp.int32)
+    order = jnp.argsort(expert.reshape(-1), stable=True)
+    x_sorted = x[order // K]
+    group_sizes = jnp.bincount(expert.reshape(-1), length=E).astype(jnp.int32)
     transposed = [jnp.swapaxes(w, 1, 2).astype(dtype) for w in (w_gate_up[:, 0], w_gate_up[:, 1], w_down)]
     built[f"jax-ragged_dot-{jax.__version__}"] = passes(
-        functools.partial(ragged_layer, group_sizes), x[order], *transposed
+        functools.partial(ragged_layer, group_sizes), x_sorted, *transposed
     )
-    built["dense"] = passes(dense_layer, x, *[w[0] for w in transposed])
+    built["dense"] = passes(dense_layer, x_sorted, *[w[0] for w in transposed])
     return built
 
 
 def measure(built: dict[str, dict], iterations: int, slow_iterations: int) -> dict[str, dict[str, float]]:
     """Median milliseconds per implementation and pass. The slow peer gets fewer iterations."""
     times = {impl: {name: [] for name in PASSES} for impl in built}
-    for impl, functions in built.items():
+    for functions in built.values():
         for name in PASSES:
             jax.block_until_ready(functions[name]())  # compile
     for iteration in range(iterations):
@@ -115,11 +145,12 @@ def measure(built: dict[str, dict], iterations: int, slow_iterations: int) -> di
     return {impl: {name: float(np.median(t)) for name, t in by_pass.items()} for impl, by_pass in times.items()}
 
 
-def records(medians: dict, recipe: str, notes: str) -> list[dict]:
+def records(medians: dict, recipe: str, shape: Shape, notes: str) -> list[dict]:
     """One dict per implementation and pass, with the two ratios."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     ragged = next(impl for impl in medians if "ragged" in impl)
-    flops = {"forward": 6 * TOKENS * K * D * F, "backward": 12 * TOKENS * K * D * F, "step": 18 * TOKENS * K * D * F}
+    useful = shape.T * shape.K * shape.D * shape.F
+    flops = {"forward": 6 * useful, "backward": 12 * useful, "step": 18 * useful}
     return [
         {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -127,12 +158,12 @@ def records(medians: dict, recipe: str, notes: str) -> list[dict]:
             "gpu": None,
             "versions": {"python": platform.python_version(), "jax": jax.__version__},
             "bench": "cpu_moe",
-            "shape": f"E{E} D{D} F{F} K{K}",
+            "shape": str(shape),
             "recipe": recipe,
             "impl": impl,
             "pass": name,
             "ranks": 1,
-            "tokens": TOKENS,
+            "tokens": shape.T,
             "ms": round(ms, 3),
             "tflops": round(flops[name] / ms / 1e9, 4),
             "bytes": None,
@@ -150,26 +181,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--slow-iterations", type=int, default=5, help="of ragged_dot, which takes a second each")
+    parser.add_argument("--slow-iterations", type=int, default=3, help="of ragged_dot, which takes seconds each")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES, from the first")
     parser.add_argument("--machine", default=f"cpu-{os.cpu_count()}core", help="folder under benchmarks/results")
     args = parser.parse_args()
 
-    load = os.getloadavg()[0]
-    medians = measure(build(args.recipe), args.iterations, args.slow_iterations)
-    notes = (
-        f"{_cpu_name()}, {os.cpu_count()} cores, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; "
-        f"medians of {args.iterations} ({args.slow_iterations} for ragged_dot); peers on sorted rows, without dispatch"
-    )
-    lines = records(medians, args.recipe, notes)
     path = pathlib.Path(__file__).parent / "results" / args.machine / "cpu_moe.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    print(f"{'implementation':28} {'pass':9} {'ms':>9} {'x ragged_dot':>13} {'of dense':>9}")
-    for line in lines:
-        ratios = f"{line['ratio_to_ragged_dot']:12.1f}x {line['share_of_dense']:9.0%}"
-        print(f"{line['impl']:28} {line['pass']:9} {line['ms']:9.2f} {ratios}")
-    print(f"{notes}\nappended to {path}")
+    print(f"{'shape':20} {'implementation':24} {'pass':9} {'ms':>9} {'x ragged_dot':>13} {'of dense':>9}")
+    for shape in SHAPES[: args.shapes]:
+        load = os.getloadavg()[0]
+        medians = measure(build(args.recipe, shape), args.iterations, args.slow_iterations)
+        notes = (
+            f"{_cpu_name()}, {os.cpu_count()} cores, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; medians "
+            f"of {args.iterations} ({args.slow_iterations} for ragged_dot); peers on sorted rows, without dispatch"
+        )
+        lines = records(medians, args.recipe, shape, notes)
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        for line in lines:
+            ratios = f"{line['ratio_to_ragged_dot']:12.1f}x {line['share_of_dense']:9.0%}"
+            print(f"{line['shape']:20} {line['impl']:24} {line['pass']:9} {line['ms']:9.2f} {ratios}", flush=True)
+        print(notes)
+    print(f"appended to {path}")
 
 
 def _cpu_name() -> str:

@@ -23,13 +23,20 @@ def describe() -> list[str]:
 
 
 def _versions() -> list[str]:
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     return [
         f"moejax {moejax.__version__} in {os.path.dirname(moejax.__file__)}",
         f"python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores",
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__} (XLA FFI {'.'.join(map(str, native.ffi_api_version()))})",
         packages,
     ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _modules() -> list[str]:
