@@ -58,6 +58,7 @@ class Block(nnx.Module):
         self.attention = Attention(model, rngs=rngs)
         self.mlp_norm = RMSNorm(model.d_model, eps=model.norm_eps)
         if spec is None:
+            assert model.dense_width is not None  # refused by the decoder
             self.mlp = MLP(model.d_model, model.dense_width, rngs=rngs, dtype=dtype)
         else:
             self.moe = MoE(model.d_model, config.moe, spec=spec, rngs=rngs)
@@ -114,7 +115,7 @@ class Decoder(nnx.Module):
         self.moe_layers = make_stack(
             lambda rngs: Block(config, spec, rngs=rngs), model.num_layers - model.dense_layers, rngs
         )
-        self.hash_table = _hash_table(rngs, moe, self.vocab_size) if moe.router.hash_layers else None
+        self.hash_table: Any = _hash_table(rngs, moe, self.vocab_size) if moe.router.hash_layers else None
         self.norm = RMSNorm(model.d_model, eps=model.norm_eps)
         self.head = (
             None
@@ -157,8 +158,8 @@ class Decoder(nnx.Module):
 
             x_BxLxD, segment_stats = self._run(block, x_BxLxD, layers)
             stats.append(segment_stats)
-        stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-        return self.norm(x_BxLxD), stats
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
+        return self.norm(x_BxLxD), joined
 
     def head_weight(self) -> jax.Array:
         """FP32 w_VxD of the output head."""
@@ -263,7 +264,8 @@ def _segments(config: Config) -> tuple[Segment, ...]:
         raise ValueError(
             f"model.dense_layers is {config.model.dense_layers} but num_layers is {config.model.num_layers}"
         )
-    mesh, segments = current_mesh(), []
+    mesh = current_mesh()
+    segments: list[Segment] = []
     for layer in range(layers):
         alike = moe_spec(config, mesh, layer), layer < config.moe.router.hash_layers
         if segments and (segments[-1].spec, segments[-1].hashed) == alike:

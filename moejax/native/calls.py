@@ -154,7 +154,7 @@ def moe_forward(
       y like x (on rows: in the compute dtype, zero in padding), and gate_up (M, 2F) in the compute dtype or None.
     """
     on_rows = rows.slot_M is None
-    M, (_, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], operands.down_ExDxF.shape
+    M, (_, D, F) = x.shape[0] if rows.slot_M is None else rows.slot_M.shape[0], operands.down_ExDxF.shape
     dtype = _compute_dtype(recipe)
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
@@ -188,7 +188,7 @@ def moe_backward(
       are none).
     """
     on_rows = rows.slot_M is None
-    M, (E, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
+    M, (E, D, F) = x.shape[0] if rows.slot_M is None else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
     window_tiles = max(1, min(_WINDOW_TILES, M // TILE))
     has_bias = biases[0] is not None
     results = [

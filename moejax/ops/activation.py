@@ -31,7 +31,7 @@ def gated(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> jax.Array:
     limit).
     swiglu_oai: same clamp, g sigmoid(alpha g) (u + 1) (gpt-oss model card, arXiv 2508.10925). geglu: gelu_tanh(g) u.
     """
-    if act.name in _CLAMPED:
+    if act.limit is not None:  # a clamped variant: `check_activation`
         gate, up = jnp.minimum(gate, act.limit), jnp.clip(up, -act.limit, act.limit)
     value, _ = _gate_value_and_slope(gate, act)
     return value * (up + 1.0 if act.name == "swiglu_oai" else up)
@@ -40,12 +40,12 @@ def gated(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> jax.Array:
 def gated_grad(gate: jax.Array, up: jax.Array, dh: jax.Array, act: ActivationConfig) -> tuple[jax.Array, jax.Array]:
     """(d_gate, d_up) of `gated` for the cotangent dh. Beyond the clamp the derivative is 0, exactly on the limit 1."""
     gate_in, up_in = gate, up
-    if act.name in _CLAMPED:
+    if act.limit is not None:  # a clamped variant: `check_activation`
         gate, up = jnp.minimum(gate, act.limit), jnp.clip(up, -act.limit, act.limit)
     value, slope = _gate_value_and_slope(gate, act)
     d_gate = dh * slope * (up + 1.0 if act.name == "swiglu_oai" else up)
     d_up = dh * value
-    if act.name in _CLAMPED:
+    if act.limit is not None:
         # written as "beyond the limit" so that NaN keeps its derivative, and stays visible
         d_gate = jnp.where(gate_in > act.limit, 0.0, d_gate)
         d_up = jnp.where(jnp.abs(up_in) > act.limit, 0.0, d_up)

@@ -9,7 +9,7 @@ Source of the backward: FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,9 @@ def _blocked_backward(block, residuals, d_out_BxLxNH):
         ds = (p * (dp - delta[..., None]) * head_dim**-0.5).astype(dtype)
         return _dot("bcgls,bcsh->bcglh", ds, k).astype(dtype), _dot("bcgls,bcglh->bcsh", ds, q), dv
 
-    dq, dk, dv = [], 0.0, 0.0
+    dq: list[jax.Array] = []
+    dk: Any = 0.0
+    dv: Any = 0.0
     for start, rows, count in _spans(length, block):
         keys = start + rows * count
         dq_part, dk_part, dv_part = _over_blocks(one_block, start, rows, count, summed=(1, 2))
@@ -161,9 +163,9 @@ def _over_blocks(one_block, start, rows, count, summed=()):
         return totals, [part for i, part in enumerate(parts) if i not in summed]
 
     totals, joined = jax.lax.scan(step, zeros, jnp.arange(count, dtype=jnp.int32))
-    joined = iter([jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]) for x in joined])
-    totals = iter(totals)
-    return tuple(next(totals) if i in summed else next(joined) for i in range(len(shapes)))
+    whole = iter([jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]) for x in joined])
+    total = iter(totals)
+    return tuple(next(total) if i in summed else next(whole) for i in range(len(shapes)))
 
 
 def _scores(q_BxCxGxLxH, k_BxCxSxH, segment_BxL, start):

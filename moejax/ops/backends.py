@@ -63,7 +63,7 @@ def resolve_backend(spec: MoESpec, platform: str | None = None) -> str:
     check_spec(spec)
     if spec.backend is not None and spec.backend not in _MODULES:
         raise ValueError(f"moe.backend is {spec.backend!r}; expected one of {', '.join(_MODULES)}, or none")
-    refused = {}
+    refused: dict[str, str] = {}
     for name in (spec.backend,) if spec.backend else _FASTEST_FIRST:
         rule = _rule_broken(name, spec, platform)
         if rule is None:

@@ -90,7 +90,8 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
             if b_down_D is not None:
                 d_weight_P = d_weight_P + _row_dot(dy_PxD, jnp.broadcast_to(b_down_D, dy_PxD.shape))
             dh_PxF = weight_P[:, None] * dh0_PxF
-            d_gate_PxF, d_up_PxF = gated_grad(*jnp.split(gate_up_PxG, 2, axis=1), dh_PxF, spec.act)
+            gate_PxF, up_PxF = jnp.split(gate_up_PxG, 2, axis=1)
+            d_gate_PxF, d_up_PxF = gated_grad(gate_PxF, up_PxF, dh_PxF, spec.act)
             da_PxG = rounded(jnp.concatenate([d_gate_PxF, d_up_PxF], axis=1), spec)
             dx_PxD = product(row_operand(da_PxG, "dgrad", 1, spec), weights.gate_up_dgrad_GxD, 1, 0, "dgrad.gate_up")
             dx_PxD = rounded(dx_PxD, spec)
@@ -117,7 +118,8 @@ def _gate_up(x_PxD, weights, b_gate_up_G, spec, name="fprop.gate_up"):
 
 
 def _hidden(gate_up_PxG, spec):
-    return rounded(gated(*jnp.split(gate_up_PxG, 2, axis=1), spec.act), spec)
+    gate_PxF, up_PxF = jnp.split(gate_up_PxG, 2, axis=1)
+    return rounded(gated(gate_PxF, up_PxF, spec.act), spec)
 
 
 def _add_wgrad(d_expert, x_PxD, dy_PxD, weighted_h_PxF, da_PxG, weight_P, spec):

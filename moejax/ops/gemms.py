@@ -114,9 +114,8 @@ def _walk(
             _record(eqn, operands, scope, times, again, found)
             results = [False] * len(eqn.outvars)
         else:
-            results = _inner(eqn, operands, scope, times, again, found)
-            if results is None:
-                results = [any(operands)] * len(eqn.outvars)
+            inner = _inner(eqn, operands, scope, times, again, found)
+            results = [any(operands)] * len(eqn.outvars) if inner is None else inner
         quantised.update(zip(eqn.outvars, results))
     return [is_quantised(atom) for atom in jaxpr.outvars]
 

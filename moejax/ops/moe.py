@@ -12,6 +12,7 @@ width, F expert width, E experts, M rows after dispatch.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +105,10 @@ def moe_layer(
     _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec)
     mesh = tokens.open_mesh(spec)
     if mesh is None:
-        flat = [leaf.reshape(-1, leaf.shape[-1]) for leaf in (x_BxLxD, weight_BxLxK, expert_BxLxK)]
-        y_TxD, stats, accumulator = _local_layer(*flat, experts, accumulator, spec=spec, mesh=None)
+        x_TxD, weight_TxK, expert_TxK = (a.reshape(-1, a.shape[-1]) for a in (x_BxLxD, weight_BxLxK, expert_BxLxK))
+        y_TxD, stats, accumulator = _local_layer(
+            x_TxD, weight_TxK, expert_TxK, experts, accumulator, spec=spec, mesh=None
+        )
         y_BxLxD = y_TxD.reshape(x_BxLxD.shape)
     else:
         if spec.capacity_factor is not None and expert_BxLxK[..., 0].size % mesh.size:
@@ -164,9 +167,9 @@ class DispatchStats:
       dropped: slots over capacity, all experts.
     """
 
-    routed_E: jax.Array
-    count_E: jax.Array
-    dropped: jax.Array
+    routed_E: Any  # Any: in a tree of specs or axes, each is one of those
+    count_E: Any
+    dropped: Any
 
 
 def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, mesh):

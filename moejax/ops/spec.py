@@ -22,6 +22,7 @@ GATE_UP_NAME = "moe_gate_up"  # the declared residual of `save: gate_up`
 
 EXPERT_AXIS = "expert"  # the mesh axis experts are sharded over
 
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Recipe = Literal["fp32", "bf16", "mxfp8"]
 Backend = Literal["dense", "xla", "native", "megakernel"]
 
@@ -77,7 +78,7 @@ class MoESpec:
         return dataclasses.replace(self, **changes)
 
 
-def moe_spec(config: Config, mesh: jax.sharding.Mesh | None = None, layer: int | None = None) -> MoESpec:
+def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None) -> MoESpec:
     """The spec of one expert layer, checked, with its backend resolved.
 
     Args:

@@ -94,7 +94,7 @@ def _only(spec: jax.P, axes: tuple[str, ...]) -> jax.P:
 
 def _batch_spec(batch: int, ndim: int, mesh) -> jax.P:
     """The leading axis over as many mesh axes, in order, as divide it; the others whole. What reshaping can keep track of."""
-    axes = []
+    axes: list[str] = []
     for name in _explicit(mesh):
         if batch % math.prod(mesh.shape[axis] for axis in [*axes, name]):
             break

@@ -9,7 +9,7 @@ cutting the batch into micro-batches changes the order of a sum and nothing else
 Letters: B batch, L sequence, D model width, V vocabulary, E experts, N MoE layers here, m micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from moejax.ops.spec import MoESpec, moe_spec
 from moejax.training.optimizer import learning_rate, make_optimizer
 from moejax.training.state import Skeleton, TrainState, apply_update
 
-Batch = dict[str, jax.Array]
+Batch = Mapping[str, Any]  # arrays, of NumPy on the way in
 Metrics = dict[str, jax.Array]
 
 
