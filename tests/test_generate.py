@@ -16,14 +16,14 @@ from moejax.config_load import config_to_dict
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.generate import _generate, generate, generate_text, load_run, main
 from moejax.training.state import create_state, make_skeleton
-from tests.test_decoder import SMALL, parts, relative
+from tests.test_decoder import CONFIG, SMALL, parts, relative
 
 PROMPT = np.random.default_rng(5).integers(0, 41, size=(2, 6))
 
 
 @functools.cache
-def model():
-    return nnx.merge(*parts())
+def model(config=SMALL):
+    return nnx.merge(*parts(config))
 
 
 @jax.jit
@@ -34,14 +34,14 @@ def full_logits(token_BxL):
 
 def test_cached_decoding_equals_the_full_forward():
     token = jnp.asarray(np.random.default_rng(6).integers(0, 41, size=(2, 9)), jnp.int32)
-    want, _ = jax.jit(lambda token: model()(token))(token)
+    want, _ = jax.jit(lambda token: model(CONFIG)(token))(token)
 
     @jax.jit
     def in_pieces(token):
-        cache, pieces = model().init_cache(2, 12), []  # longer than the text: unused positions must not be seen
+        cache, pieces = model(CONFIG).init_cache(2, 12), []  # longer than the text: unused positions must not be seen
         cache = jax.tree.map(lambda x: x + jnp.nan_to_num(jnp.inf), cache)  # nor read, whatever they hold
         for first, last in ((0, 5), (5, 6), (6, 7), (7, 9)):
-            hidden, cache = model().decode(token[:, first:last], jnp.int32(first), cache)
+            hidden, cache = model(CONFIG).decode(token[:, first:last], jnp.int32(first), cache)
             pieces.append(hidden)
         return jnp.concatenate(pieces, axis=1)
 
