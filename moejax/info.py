@@ -10,10 +10,10 @@ import jaxlib
 import moejax
 from moejax import native
 from moejax.ops import backends
-from moejax.ops.spec import MoESpec
+from moejax.ops.spec import MoESpec, Recipe
 
 _PACKAGES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes")
-_RECIPES = ("fp32", "bf16", "mxfp8")
+_RECIPES: tuple[Recipe, ...] = ("fp32", "bf16", "mxfp8")
 _BACKENDS = ("megakernel", "native", "xla", "dense")
 
 
