@@ -10,6 +10,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Shared-memory table of one word per slot of a token, rounded up to 16 bytes: the compiler reads it in vectors.
+size_t slot_table_bytes(int64_t top_k) { return static_cast<size_t>((top_k + 3) / 4 * 16); }
+
 // The first E * kPaddingBlocks blocks zero the padding of their expert; they come first, so that no long block is left at the end.
 // The others take one token each: its row is read once and written K times.
 constexpr int kPaddingBlocks = 8;
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = blockIdx.x;
   extern __shared__ int32_t shared[];
   int32_t* rows = shared;
-  float* weights = reinterpret_cast<float*>(shared + top_k);
+  float* weights = reinterpret_cast<float*>(shared + (top_k + 3) / 4 * 4);
   for (int s = threadIdx.x; s < top_k; s += kThreads) {
     rows[s] = row_TxK[token * top_k + s];
     weights[s] = weight_TxK != nullptr ? weight_TxK[token * top_k + s] : 1.0f;
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
-  dispatch_kernel<<<blocks, kThreads, s.top_k * sizeof(int32_t), stream>>>(
+  dispatch_kernel<<<blocks, kThreads, slot_table_bytes(s.top_k), stream>>>(
       reinterpret_cast<const uint4*>(x_TxD), reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8),
       static_cast<int>(s.experts), static_cast<int>(s.top_k), plan);
   return launched("dispatch_rows");
@@ -125,7 +128,7 @@ Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& pla
 Status combine_rows(const LayerShape& s, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,
                     cudaStream_t stream) {
   if (s.tokens == 0) return {};
-  combine_kernel<<<static_cast<unsigned>(s.tokens), kThreads, 2 * s.top_k * sizeof(int32_t), stream>>>(
+  combine_kernel<<<static_cast<unsigned>(s.tokens), kThreads, 2 * slot_table_bytes(s.top_k), stream>>>(
       reinterpret_cast<const uint4*>(rows_MxD), weight_TxK, reinterpret_cast<uint4*>(y_TxD), static_cast<int>(s.d_model / 8),
       static_cast<int>(s.top_k), plan.row_TxK);
   return launched("combine_rows");
