@@ -4,7 +4,9 @@
 
 #include <string>
 
+#include "cuda/handlers.h"
 #include "cuda/probe.h"
+#include "moe.h"
 #include "xla/check.h"
 
 namespace nb = nanobind;
@@ -42,10 +44,19 @@ NB_MODULE(_cuda, module) {
   module.def("handlers", [] {
     nb::dict handlers;
     handlers["moejax_probe"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::ProbeHandler));
+    handlers["moejax_cuda_moe_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMoeForward));
+    handlers["moejax_cuda_moe_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMoeBackward));
     return handlers;
   }, "Capsules of the handlers, by FFI target name.");
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
              "Version of the XLA FFI headers this module was compiled against.");
   module.def("cuda_version", [] { return CUDART_VERSION; }, "Version of the CUDA runtime linked in, such as 13000.");
+  module.def("forward_workspace_bytes", [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width) {
+    return moe::forward_workspace_bytes({tokens, top_k, experts, rows, d_model, width});
+  }, "Size of the forward's workspace result.");
+  module.def("backward_workspace_bytes",
+             [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width, bool recompute) {
+    return moe::backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, recompute);
+  }, "Size of the backward's workspace result.");
   module.def("targets", [] { return nb::make_tuple("sm_90a", "sm_100f"); }, "Architectures the kernels were compiled for.");
 }

@@ -217,15 +217,35 @@ def moe_backward(
     return (dx_rows if on_rows else dx), d_weight, gradients
 
 
-def _call(target: str, results: list, operands: list, aliases: dict[int, int] | None = None, **attributes: Any):
-    native.register("_cpu")
+def ffi_call(
+    module: str, target: str, results: list, operands: list, aliases: dict[int, int] | None = None, **attributes
+):
+    """Calls a handler of a compiled module.
+
+    Args:
+      module: "_cpu" or "_cuda"; registered on first use.
+      results: (shape, dtype) of each result.
+      operands: arrays; inside `shard_map` they are cast to vary over the same axes.
+      aliases: operand index to the index of the result that takes over its memory.
+      attributes: NumPy scalars or booleans; handlers check their types strictly.
+    """
+    native.register(module)
     operands = _vary_alike(operands)
-    # The type of a result is an operand's with another shape and dtype: a plain ShapeDtypeStruct would be typed as equal on all
-    # devices, and shard_map would then return one device's values for all of them without a word.
+    # The type of a result is an operand's with another shape and dtype: a plain ShapeDtypeStruct would be typed as equal
+    # on all devices, and shard_map would then return one device's values for all of them without a word.
     like = jax.typeof(operands[0])
     types = [like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results]
     call = jax.ffi.ffi_call(target, types, vmap_method="sequential", input_output_aliases=aliases or None)
     return call(*operands, **attributes)
+
+
+def absent(dtype) -> jax.Array:
+    """What stands for an optional operand that is not given."""
+    return jnp.zeros((0,), dtype)
+
+
+def _call(target: str, results: list, operands: list, aliases: dict[int, int] | None = None, **attributes: Any):
+    return ffi_call("_cpu", target, results, operands, aliases, **attributes)
 
 
 def _vary_alike(operands):
@@ -255,8 +275,7 @@ def _biases(biases) -> list[jax.Array]:
 
 
 def _or_absent(array, dtype) -> jax.Array:
-    """An optional argument; absent is an array of shape (0,)."""
-    return jnp.zeros((0,), dtype) if array is None else array
+    return absent(dtype) if array is None else array
 
 
 def _compute_dtype(recipe: str):

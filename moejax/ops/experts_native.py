@@ -2,7 +2,8 @@
 
 On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a
 plan, weights and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the bits of the
-weight copies. With a transport around it (R > 1) the row-level forms run.
+weight copies. With a transport around it (R > 1) the row-level forms run. On a Hopper GPU the calls are those of
+`kernels_cuda/moe.h`, for one GPU and BF16.
 
 Letters: T tokens, K experts per token, M rows after dispatch, E experts, D model width, F expert width.
 """
@@ -14,11 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from moejax import native
-from moejax.native import calls
+from moejax.native import calls, cuda_calls
 from moejax.ops.experts import ExpertWeights
 from moejax.ops.mxfp8 import MXArray
 from moejax.ops.schedule import Plan
 from moejax.ops.spec import MoESpec
+
+_MAX_GPU_EXPERTS = 4096
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +36,32 @@ class NativeCopies:
 
 
 def refuses(spec: MoESpec, platform: str) -> str | None:
-    """Runs on the CPU, where the compiled module is; MX products are exact."""
+    """Where the compiled module is: every recipe on the CPU, BF16 on one Hopper GPU."""
     if platform != "cpu":
-        return f"it has no kernels for {platform} in this build"
+        return _refuses_gpu(spec)
     if spec.recipe == "mxfp8" and spec.mx_mode != "exact":
         return f"mx_mode is {spec.mx_mode}, a way to run on Hopper; here MX products are exact: use mx_mode exact"
     return native.missing("_cpu")
+
+
+def _refuses_gpu(spec: MoESpec) -> str | None:
+    if spec.recipe != "bf16":
+        return f"recipe is {spec.recipe}; its GPU kernels are bf16 so far"
+    if spec.expert_bias:
+        return "its GPU kernels have no expert biases"
+    if spec.ranks > 1:
+        return f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU"
+    if spec.num_experts > _MAX_GPU_EXPERTS:
+        return f"num_experts is {spec.num_experts}; its GPU kernels take up to {_MAX_GPU_EXPERTS}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        return f"the device has compute capability {capability}; its GPU kernels are for 9.0 (Hopper)"
+    return native.missing("_cuda")
+
+
+def _on_gpu() -> bool:
+    # The platform programs are traced for, as `resolve_backend` sees it.
+    return jax.default_backend() != "cpu"
 
 
 def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
@@ -65,15 +88,28 @@ def backward(x_MxD, dy_MxD, weight_M, saved, plan: Plan, experts: ExpertWeights,
 
 
 def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoESpec):
-    """y of the tokens, dispatch and combine included, and gate_up (M, 2F) if `spec.save` keeps it."""
+    """y of the tokens, dispatch and combine included, and gate_up ((M, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
     fprop, _ = _operands(experts, spec)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_gpu():
+        x = x_TxD.astype(jnp.bfloat16)
+        y, saved = cuda_calls.moe_forward(x, weight_TxK, rows, fprop, act=spec.act, save=_saves(spec))
+        return y.astype(x_TxD.dtype), saved
     return calls.moe_forward(x_TxD, weight_TxK, rows, fprop, _biases(experts), save=_saves(spec), **_static(spec))
 
 
 def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
     """dx, d(weight) and FP32 weight gradients of the tokens."""
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_gpu():
+        operands, _ = _operands(experts, spec)
+        if accumulator is not None:
+            accumulator = accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF
+        x, dy = x_TxD.astype(jnp.bfloat16), dy_TxD.astype(jnp.bfloat16)
+        dx, d_weight, *gradients = cuda_calls.moe_backward(
+            x, dy, weight_TxK, saved, rows, operands, accumulator, act=spec.act
+        )
+        return dx.astype(x_TxD.dtype), d_weight, ExpertWeights(*gradients)
     return _backward(x_TxD, dy_TxD.astype(x_TxD.dtype), weight_TxK, saved, rows, experts, spec, accumulator)
 
 

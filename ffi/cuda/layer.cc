@@ -1,0 +1,194 @@
+// Handlers of the single-GPU expert layer: the API of kernels_cuda/moe.h with the checks of an FFI call around it. Tokens in, tokens out:
+// dispatch and combine happen inside. Workspaces are results; their sizes come from the functions the module exports.
+#include "moe.h"
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cuda/handlers.h"
+#include "xla/check.h"
+
+namespace moejax::xla_ffi {
+namespace {
+
+using ffi::AnyBuffer;
+using ffi::DataType;
+using Result = ffi::Result<AnyBuffer>;
+
+constexpr int64_t kInt32Max = 0x7FFFFFFF;
+constexpr auto kBf16 = DataType::BF16;
+constexpr auto kF32 = DataType::F32;
+constexpr auto kS32 = DataType::S32;
+
+struct LayerArguments {
+  AnyBuffer x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down;
+};
+
+moe::LayerShape ShapeOf(const LayerArguments& a) {
+  moe::LayerShape shape;
+  shape.tokens = DimOf(a.row_TxK, 0);
+  shape.top_k = DimOf(a.row_TxK, 1);
+  shape.experts = DimOf(a.w_down, 0);
+  shape.rows = DimOf(a.slot_M, 0);
+  shape.d_model = DimOf(a.w_down, 1);
+  shape.width = DimOf(a.w_down, 2);
+  return shape;
+}
+
+void CheckLayer(Checker& check, const LayerArguments& a, const moe::LayerShape& s) {
+  check.Array("w_down", a.w_down, {kBf16}, {{"E"}, {"D"}, {"F"}}, kInt32Max);
+  check.Array("w_gate_up", a.w_gate_up, {kBf16}, {{"E", s.experts}, {"2", 2}, {"F", s.width}, {"D", s.d_model}});
+  check.Array("row_TxK", a.row_TxK, {kS32}, {{"T"}, {"K"}}, kInt32Max);
+  check.Array("slot_M", a.slot_M, {kS32}, {{"M"}}, kInt32Max);
+  check.Array("count_E", a.count_E, {kS32}, {{"E", s.experts}});
+  check.Array("start_E", a.start_E, {kS32}, {{"E", s.experts}});
+  check.Array("x", a.x, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
+  check.Array("weight", a.weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});
+  check.Require(s.rows > 0 && s.rows % moe::kGroupRows == 0, "M is " + std::to_string(s.rows) + "; expected a positive multiple of 128");
+  check.Require(s.d_model > 0 && s.width > 0 && s.d_model % 8 == 0 && s.width % 8 == 0,
+                "D is " + std::to_string(s.d_model) + " and F is " + std::to_string(s.width) + "; expected positive multiples of 8");
+}
+
+// TMA reads these, so they must lie on 16 bytes; XLA's own allocations do.
+void CheckAligned(Checker& check, const char* name, const AnyBuffer& buffer, uintptr_t bytes = 16) {
+  check.Require(Empty(buffer) || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % bytes == 0,
+                std::string(name) + " lies at an address that is not a multiple of " + std::to_string(bytes));
+}
+
+void CheckWorkspace(Checker& check, const AnyBuffer& workspace, size_t bytes) {
+  check.Array("workspace", workspace, {DataType::U8}, {{"bytes"}});
+  check.Require(DimOf(workspace, 0) >= static_cast<int64_t>(bytes), "workspace has " + std::to_string(DimOf(workspace, 0)) +
+                                                                        " bytes; this shape needs " + std::to_string(bytes));
+  CheckAligned(check, "workspace", workspace, 256);
+}
+
+moe::Plan PlanOf(const LayerArguments& a) {
+  moe::Plan plan;
+  plan.count_E = static_cast<int32_t*>(a.count_E.untyped_data());
+  plan.start_E = static_cast<int32_t*>(a.start_E.untyped_data());
+  plan.row_TxK = static_cast<int32_t*>(a.row_TxK.untyped_data());
+  plan.slot_M = static_cast<int32_t*>(a.slot_M.untyped_data());
+  return plan;
+}
+
+const uint16_t* Bf16(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<const uint16_t*>(buffer.untyped_data()); }
+uint16_t* Bf16Out(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<uint16_t*>(buffer.untyped_data()); }
+
+ffi::Error ErrorOf(const char* target, const moe::Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(target) + ": " + status.message);
+}
+
+ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer slot_M, AnyBuffer row_TxK, AnyBuffer count_E,
+                   AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down, Result y, Result saved, Result workspace, float alpha,
+                   float beta, float gamma, float limit) {
+  constexpr const char* kTarget = "moejax_cuda_moe_forward";
+  Checker check(kTarget);
+  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down};
+  const moe::LayerShape shape = ShapeOf(arguments);
+  CheckLayer(check, arguments, shape);
+  check.Array("y", *y, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
+  check.Optional("saved", *saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
+  if (check.ok()) CheckWorkspace(check, *workspace, moe::forward_workspace_bytes(shape));
+  for (const AnyBuffer& buffer : {x, w_gate_up, w_down}) CheckAligned(check, "x, w_gate_up or w_down", buffer);
+  if (!check.ok() || shape.tokens == 0) return check.error();
+  return ErrorOf(kTarget, moe::forward(shape, {alpha, beta, gamma, limit}, Bf16(x), static_cast<const float*>(weight.untyped_data()),
+                                       PlanOf(arguments), Bf16(w_gate_up), Bf16(w_down), Bf16Out(*y), Bf16Out(*saved),
+                                       workspace->untyped_data(), stream));
+}
+
+ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer weight, AnyBuffer saved, AnyBuffer slot_M,
+                    AnyBuffer row_TxK, AnyBuffer count_E, AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down,
+                    AnyBuffer acc_gate_up, AnyBuffer acc_down, Result dx, Result d_weight, Result dw_gate_up, Result dw_down,
+                    Result workspace, float alpha, float beta, float gamma, float limit, bool accumulate) {
+  constexpr const char* kTarget = "moejax_cuda_moe_backward";
+  Checker check(kTarget);
+  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down};
+  const moe::LayerShape shape = ShapeOf(arguments);
+  CheckLayer(check, arguments, shape);
+  check.Array("dy", dy, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
+  check.Optional("saved", saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
+  check.Array("dx", *dx, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
+  check.Array("d_weight", *d_weight, {kF32}, {{"T", shape.tokens}, {"K", shape.top_k}});
+  check.Array("dw_gate_up", *dw_gate_up, {kF32}, {{"E", shape.experts}, {"2", 2}, {"F", shape.width}, {"D", shape.d_model}});
+  check.Array("dw_down", *dw_down, {kF32}, {{"E", shape.experts}, {"D", shape.d_model}, {"F", shape.width}});
+  check.Require(accumulate != Absent(acc_gate_up) && accumulate != Absent(acc_down),
+                std::string("accumulators are given or absent against attribute accumulate, which is ") + (accumulate ? "true" : "false"));
+  check.Require(!accumulate || (acc_gate_up.untyped_data() == dw_gate_up->untyped_data() && acc_down.untyped_data() == dw_down->untyped_data()),
+                "accumulators must be aliased to their gradients (input_output_aliases)");
+  if (check.ok()) CheckWorkspace(check, *workspace, moe::backward_workspace_bytes(shape, Absent(saved)));
+  for (const AnyBuffer& buffer : {x, dy, w_gate_up, w_down, saved}) CheckAligned(check, "x, dy, saved, w_gate_up or w_down", buffer);
+  if (!check.ok()) return check.error();
+  if (shape.tokens == 0) {
+    if (accumulate) return ffi::Error::Success();
+    const cudaError_t first = cudaMemsetAsync(dw_gate_up->untyped_data(), 0, dw_gate_up->size_bytes(), stream);
+    const cudaError_t second = cudaMemsetAsync(dw_down->untyped_data(), 0, dw_down->size_bytes(), stream);
+    const cudaError_t failed = first != cudaSuccess ? first : second;
+    return failed == cudaSuccess ? ffi::Error::Success()
+                                 : ffi::Error(ffi::ErrorCode::kInternal, std::string(kTarget) + ": " + cudaGetErrorString(failed));
+  }
+  return ErrorOf(kTarget,
+                 moe::backward(shape, {alpha, beta, gamma, limit}, Bf16(x), static_cast<const float*>(weight.untyped_data()), Bf16(dy),
+                               PlanOf(arguments), Bf16(w_gate_up), Bf16(w_down), Bf16(saved), Bf16Out(*dx),
+                               static_cast<float*>(d_weight->untyped_data()), static_cast<float*>(dw_gate_up->untyped_data()),
+                               static_cast<float*>(dw_down->untyped_data()), accumulate, workspace->untyped_data(), stream));
+}
+
+}  // namespace
+
+// Both are the same launches on every call, with addresses that XLA watches, so they may be recorded into a CUDA graph.
+XLA_FFI_Error* CudaMoeForward(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                   .Arg<AnyBuffer>()  // x
+                                   .Arg<AnyBuffer>()  // weight
+                                   .Arg<AnyBuffer>()  // slot_M
+                                   .Arg<AnyBuffer>()  // row_TxK
+                                   .Arg<AnyBuffer>()  // count_E
+                                   .Arg<AnyBuffer>()  // start_E
+                                   .Arg<AnyBuffer>()  // w_gate_up
+                                   .Arg<AnyBuffer>()  // w_down
+                                   .Ret<AnyBuffer>()  // y
+                                   .Ret<AnyBuffer>()  // saved
+                                   .Ret<AnyBuffer>()  // workspace
+                                   .Attr<float>("alpha")
+                                   .Attr<float>("beta")
+                                   .Attr<float>("gamma")
+                                   .Attr<float>("limit")
+                                   .To(Forward, {ffi::Traits::kCmdBufferCompatible})
+                                   .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* CudaMoeBackward(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                   .Arg<AnyBuffer>()  // x
+                                   .Arg<AnyBuffer>()  // dy
+                                   .Arg<AnyBuffer>()  // weight
+                                   .Arg<AnyBuffer>()  // saved
+                                   .Arg<AnyBuffer>()  // slot_M
+                                   .Arg<AnyBuffer>()  // row_TxK
+                                   .Arg<AnyBuffer>()  // count_E
+                                   .Arg<AnyBuffer>()  // start_E
+                                   .Arg<AnyBuffer>()  // w_gate_up
+                                   .Arg<AnyBuffer>()  // w_down
+                                   .Arg<AnyBuffer>()  // acc_gate_up
+                                   .Arg<AnyBuffer>()  // acc_down
+                                   .Ret<AnyBuffer>()  // dx
+                                   .Ret<AnyBuffer>()  // d_weight
+                                   .Ret<AnyBuffer>()  // dw_gate_up
+                                   .Ret<AnyBuffer>()  // dw_down
+                                   .Ret<AnyBuffer>()  // workspace
+                                   .Attr<float>("alpha")
+                                   .Attr<float>("beta")
+                                   .Attr<float>("gamma")
+                                   .Attr<float>("limit")
+                                   .Attr<bool>("accumulate")
+                                   .To(Backward, {ffi::Traits::kCmdBufferCompatible})
+                                   .release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace moejax::xla_ffi
