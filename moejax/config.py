@@ -127,6 +127,10 @@ class ModelConfig:
     num_kv_heads: int = _field(2, "key/value heads; divides num_heads", low=1)
     head_dim: int = _field(64, "width of a head (H); num_heads * head_dim may differ from d_model", low=1)
     qk_norm: Literal["none", "head", "full"] = _field("none", "RMS norm of queries and keys: per head or full width")
+    attention: Literal["xla", "cudnn"] = _field(
+        "xla",
+        "xla: blocked, every platform, bitwise repeatable; cudnn: NVIDIA's fused kernel for bf16, faster, not repeatable",
+    )
     attention_bias: bool = _field(False, "biases on the q, k and v projections")
     rope_theta: float = _field(1.0e4, "base of the rotary frequencies", above=0)
     rope_fraction: float = _field(1.0, "share of each head that is rotated, from its start", above=0, high=1)

@@ -108,6 +108,12 @@ def test_kv_heads_that_do_not_divide_are_refused():
         attention(q[:, :, :5], k, v, packed_segments())
 
 
+def test_cudnn_is_refused_where_it_cannot_run():
+    q, k, v, _ = arrays()
+    with pytest.raises(ValueError, match="model.attention is cudnn, with float32 on"):
+        attention(q, k, v, packed_segments(), implementation="cudnn")
+
+
 def test_rope_turns_pairs_of_halves_by_position_times_frequency():
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 12))
     position = np.array([[0, 5, 4000]])

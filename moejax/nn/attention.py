@@ -45,6 +45,7 @@ class Attention(nnx.Module):
         self.b_v = param.zeros((kv_width,), ("kv_heads",)) if biases else None
         self.q_norm, self.k_norm = _qk_norms(config, q_width, kv_width)
         self.qk_norm = config.qk_norm
+        self.implementation = config.attention
         self.head_dim = head_dim
 
     def __call__(self, x_BxLxD: jax.Array, turns: tuple[jax.Array, jax.Array], segment_BxL: jax.Array) -> jax.Array:
@@ -58,7 +59,8 @@ class Attention(nnx.Module):
           (B, L, D) in the dtype of x.
         """
         with jax.named_scope("attention"):
-            return linear(attention(*self._project(x_BxLxD, turns), segment_BxL), self.w_o[...])
+            q, k, v = self._project(x_BxLxD, turns)
+            return linear(attention(q, k, v, segment_BxL, implementation=self.implementation), self.w_o[...])
 
     def decode(
         self,
