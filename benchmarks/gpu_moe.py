@@ -70,7 +70,7 @@ def dense_tflops(size: int = 8192) -> float:
 
 
 def print_profile(run, repeats: int = 5) -> None:
-    """Microseconds per kernel and run, the grouped GEMMs by first kind (0 gate/up, 1 down, 2 dgrad of down, 3 dx and both weight gradients)."""
+    """Microseconds per kernel and run, the grouped GEMMs by kind (0 gate/up, 1 down, 2 and 3 dgrad, 4 and 5 wgrad)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         for _ in range(repeats):
             run()

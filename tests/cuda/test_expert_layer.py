@@ -86,9 +86,10 @@ def run(case, recompute=False, accumulate_into=None):
     else:
         dws = [t.clone() for t in accumulate_into]
     layer.soil()
+    saved = None if recompute else gate_up
     layer.backward(
-        case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], None if recompute else gate_up, dx, d_weight,
-        *dws, accumulate=accumulate_into is not None,
+        case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], saved, dx, d_weight, *dws,
+        accumulate=accumulate_into is not None,
     )  # fmt: skip
     torch.cuda.synchronize()
     return {
@@ -151,3 +152,43 @@ def test_accumulation_continues_from_the_buffer_and_leaves_empty_experts_alone(c
             assert oracle.relative(out[name][e], before[e] + plain[name][e]) < 1e-5, (name, e)
             if (case["ids"] == e).sum() == 0:
                 assert torch.equal(out[name][e], before[e])
+
+
+def test_calls_replay_from_a_graph():
+    """Command buffers: nothing on the host may depend on the data, and nothing may be allocated."""
+    case = build("top_k")
+    expected = run(case)
+    layer = c_api.Layer(case["tokens"], case["top_k"], case["experts"], case["d"], case["f"], case["act"])
+    plan = layer.new_plan()
+    y, dx = (c_api._dirty(case["x"].shape, torch.bfloat16) for _ in range(2))
+    gate_up = c_api._dirty((2, layer.rows, case["f"]), torch.bfloat16)
+    d_weight = c_api._dirty(case["weight"].shape, torch.float32)
+    dws = [c_api._dirty(case[n].shape, torch.float32) for n in ("w_gate_up", "w_down")]
+    expert = torch.zeros_like(case["expert"])  # another routing at capture time
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.schedule(expert, plan)
+        layer.forward(case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], y, gate_up)
+        layer.backward(
+            case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], gate_up, dx, d_weight, *dws
+        )
+    expert.copy_(case["expert"])
+    graph.replay()
+    torch.cuda.synchronize()
+    found = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dws[0], "dw_down": dws[1]}
+    for name, out in found.items():
+        assert torch.equal(out, expected[name]), name
+
+
+def test_bad_shapes_are_refused_by_name():
+    case = build("tiny_groups")
+    layer = c_api.Layer(case["tokens"], 1, case["experts"], case["d"], case["f"])
+    plan = layer.schedule(case["expert"], layer.new_plan())
+    layer.shape.width = 132
+    args = (case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], case["x"].clone(), None)
+    with pytest.raises(RuntimeError, match="width is 132, must be a positive multiple of 8"):
+        layer.forward(*args)
+    layer.shape.width = case["f"]
+    layer.shape.rows += 1
+    with pytest.raises(RuntimeError, match="rows is .* must be a multiple of 128"):
+        layer.forward(*args)
