@@ -4,8 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax import native
+from moejax.config import RouterConfig
 from moejax.ops.gemms import Gemm, count_gemms, format_gemms, gemm_scope, list_gemms, match_names
+from moejax.ops.moe import moe_ffn, prepare_experts
 from moejax.ops.mxfp8 import dequantize, quantize
+from moejax.ops.schedule import schedule
+from moejax.ops.spec import MoESpec
 
 X, W = jnp.ones((4, 64)), jnp.ones((3, 96, 64))
 
@@ -123,3 +128,26 @@ def test_patterns_match_whole_names_and_dots_are_dots(pattern, matched):
 def test_a_pattern_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match="matches none of 'a', 'b'"):
         match_names("a.b", ["a", "b"])
+
+
+def test_native_kernels_are_as_precise_as_the_weights_they_are_given():
+    if reason := native.missing("_cpu"):
+        pytest.skip(reason)
+    ids, x, weight = jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 64)), jnp.ones((3, 1))
+
+    def gradient(recipe, wgrad, save):
+        router = RouterConfig(top_k=1, norm_topk=False)
+        spec = MoESpec(2, 64, 96, router=router, recipe=recipe, wgrad=wgrad, backend="native", save=save)
+
+        def loss(x, w_gate_up, w_down):
+            experts = prepare_experts(w_gate_up, w_down, spec)
+            return moe_ffn(x, weight, schedule(ids, spec), experts, spec).sum()
+
+        masters = jnp.ones((2, 2, 96, 64)), jnp.ones((2, 64, 96))
+        return jax.make_jaxpr(jax.grad(loss, argnums=(1, 2)))(x, *masters)
+
+    assert count_gemms(gradient("mxfp8", "recipe", "gate_up")) == {"mxfp8": 6}
+    assert count_gemms(gradient("mxfp8", "bf16", "recompute")) == {"mxfp8": 4, "bf16": 2}
+    assert count_gemms(gradient("fp32", "recipe", "gate_up")) == {"fp32": 6}
+    kinds = [gemm.kind for gemm in list_gemms(gradient("bf16", "recipe", "recompute"))]
+    assert sorted(kinds) == ["dgrad", "dgrad", "fprop", "fprop", "recompute", "wgrad", "wgrad"]

@@ -2,7 +2,7 @@
 
 A run that calls itself mxfp8 while a filter matched nothing, or while a shape went another way, is a wrong number in a
 table. So the list comes from what will be compiled: a product counts as MXFP8 only if both of its operands are computed
-from E4M3 data. Scopes only give it a name.
+from E4M3 data. Scopes only give it a name. A call of our own kernels counts as precise as the weights it is given.
 """
 
 import collections
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 _REGION = re.compile(r"\bmoe_experts(_grad)?\b")
 _NAME = re.compile(r"\bgemm\.(\w+)\.(\w+)")
+_KERNEL = re.compile(r"^moejax_.*moe_(forward|backward)$")
+_PRECISION = {"float8_e4m3fn": "mxfp8", "bfloat16": "bf16", "float32": "fp32"}
 _TRANSFORM = re.compile(r"\b\w+\(|\)")
 RECOMPUTE = "recompute"
 
@@ -113,6 +115,9 @@ def _walk(
         if eqn.primitive.name == "dot_general":
             _record(eqn, operands, scope, times, again, found)
             results = [False] * len(eqn.outvars)
+        elif eqn.primitive.name == "ffi_call" and _KERNEL.search(eqn.params["target_name"]):
+            _record_kernel(eqn, scope, times, again, found)
+            results = [False] * len(eqn.outvars)
         else:
             inner = _inner(eqn, operands, scope, times, again, found)
             results = [any(operands)] * len(eqn.outvars) if inner is None else inner
@@ -169,11 +174,31 @@ def _record(eqn, operands: list[bool], scope: str, times: int, again: bool, foun
     elif any(operands):
         precision = _MIXED
     else:
-        dtypes = {atom.aval.dtype for atom in eqn.invars}
-        names = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float32): "fp32"}
-        precision = names.get(next(iter(dtypes)), str(next(iter(dtypes)))) if len(dtypes) == 1 else _MIXED
+        dtypes = {str(atom.aval.dtype) for atom in eqn.invars}
+        precision = _PRECISION.get(min(dtypes), min(dtypes)) if len(dtypes) == 1 else _MIXED
     kind = RECOMPUTE if again and kind == "fprop" else kind
     found[Gemm(_layer(scope[: region.start()]), kind, matrix, precision)] += times
+
+
+def _record_kernel(eqn, scope: str, times: int, again: bool, found: collections.Counter) -> None:
+    """The products inside a call of our own kernels: as precise as the weights, since the kernel quantises the rows."""
+    forward = _KERNEL.search(eqn.params["target_name"]).group(1) == "forward"
+    attributes = dict(eqn.params["attributes"])
+    # Weights are the operands of three or more axes; FP32 accumulators beside them are no operands of a product.
+    dtypes = [str(atom.aval.dtype) for atom in eqn.invars if atom.aval.ndim >= 3 and atom.aval.dtype != jnp.uint8]
+    dtypes = dtypes[:2] if forward else dtypes[:3]
+    precision = _PRECISION.get(dtypes[0], dtypes[0]) if len(set(dtypes)) == 1 else _MIXED
+    wgrad = "bf16" if precision == "mxfp8" and attributes.get("wgrad_bf16") else precision
+    if forward:
+        kinds = [(RECOMPUTE if again else "fprop", precision)]
+    else:
+        kinds = [("dgrad", precision), ("wgrad", wgrad)]
+        saved = eqn.invars[3].aval
+        if saved.size == 0:
+            found[Gemm(_layer(scope), RECOMPUTE, "gate_up", precision)] += times
+    for kind, kind_precision in kinds:
+        for matrix in ("gate_up", "down"):
+            found[Gemm(_layer(scope), kind, matrix, kind_precision)] += times
 
 
 def _layer(scope: str) -> str:

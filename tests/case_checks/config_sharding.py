@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder
+from moejax import native
 from moejax.config import MeshConfig
 from moejax.config_load import config_from_dict
 from moejax.flops import model_flops_per_token, moe_layer_flops_per_token, training_flops_per_token
@@ -42,12 +43,12 @@ def quantised_gemms_are_listed(case):
     base = {
         "recipe": given["recipe"],
         "model": {"vocab_size": 31, "d_model": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32},
-        "moe": {"num_experts": 3, "expert_width": 96, "router": {"top_k": 2}, "backend": "xla"},
+        "moe": {"num_experts": 3, "expert_width": 96, "router": {"top_k": 2}},
     }
     base["model"]["num_layers"] = given["moe_layers"]
 
-    def gradient_program(variant, **training):
-        config = config_from_dict(base | {"moe": base["moe"] | variant, "training": training})
+    def gradient_program(variant, backend="xla", **training):
+        config = config_from_dict(base | {"moe": base["moe"] | variant | {"backend": backend}, "training": training})
         graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
         def loss(state, token_BxL):
@@ -60,7 +61,8 @@ def quantised_gemms_are_listed(case):
     for variant, expected in zip(variants, case["expect"]["quantised_gemms"], strict=True):
         rest = 6 * given["moe_layers"] - expected
         counted = {"mxfp8": expected} | ({"bf16": rest} if rest else {})
-        assert count_gemms(gradient_program(variant)) == counted, variant
+        for backend in ["xla"] if native.missing("_cpu") else ["xla", "native"]:
+            assert count_gemms(gradient_program(variant, backend)) == counted, (backend, variant)
     for training in (
         {"scan_layers": False},
         {"remat": "layer"},
