@@ -56,7 +56,7 @@ def fit(
         if not fetched["finite"]:
             bad = first_non_finite(state) or first_bad_gradient_name(fetched, state)
             raise TrainingError(
-                f"step {number}: {bad} is not finite (loss {float(fetched['loss']):.4g}); nothing was saved"
+                f"step {number}: {bad} is not finite (loss {float(fetched['loss']):.4g}); this step was not saved"
             )
         now = time.monotonic()
         with_load = number % config.log.every_steps == 0 or number in (1, total)
@@ -65,7 +65,7 @@ def fit(
         log.write(record)
         progress.update(record)
 
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, progress:
         if every and first == 0 and checkpoints.latest() is None:
             checkpoints.save(
                 0, state, batches.get_state()

@@ -110,7 +110,7 @@ def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, wi
 
 
 class Progress:
-    """A live line on a terminal, else one plain line every `every` steps.
+    """A live line on a terminal, else one plain line every `every` steps. As a `with` block it ends the live line.
 
     Args:
       total: steps of the whole run.
@@ -126,6 +126,15 @@ class Progress:
         self._first, self._started = finished, time.monotonic()
         self._shown = 0.0
         self._tokens, self._seconds = 0, 0.0
+        self._open = False  # whether the cursor stands behind a live line
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
 
     def update(self, record: dict[str, Any]) -> None:
         """Shows the record of one more step."""
@@ -147,6 +156,7 @@ class Progress:
         if self._live:
             # erase the live line; a due line ends with a newline and stays
             self._stream.write("\r\x1b[K" + line + ("\n" if due else ""))
+            self._open = not due
         else:
             self._stream.write(line + "\n")
         self._stream.flush()
@@ -156,6 +166,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints a message without tearing the live line."""
         self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
+        self._open = False
         self._stream.flush()
 
 
