@@ -18,7 +18,8 @@ A backend that does dispatch and combine itself has, instead of or beside the la
     ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=None)
         -> dx_TxD, d_weight_TxK, d_experts
 
-which `moe_ffn` uses where no transport is needed (R = 1).
+which `moe_ffn` uses where no transport is needed (R = 1). With `STACKED = True` a backend reads and accumulates one layer of a
+stack of experts in place (`ExpertWeights.layer`); others are given a slice.
 """
 
 import functools

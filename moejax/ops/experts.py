@@ -27,6 +27,8 @@ class ExpertWeights:
       copies: what the recipe's products read; made by `prepare_experts`, private to the backend, without a gradient.
       None: the
         products read the masters, or nothing has been prepared yet.
+      layer: int32, or None. With it every leaf has a layer axis in front, and this is the one to use: a scan over layers
+        that hands over the whole stack and an index never copies a slice of it. See `of_layer`.
     """
 
     w_gate_up_Ex2xFxD: jax.Array
@@ -34,10 +36,22 @@ class ExpertWeights:
     b_gate_up_Ex2xF: jax.Array | None = None
     b_down_ExD: jax.Array | None = None
     copies: Any = None
+    layer: jax.Array | None = None
 
     def masters(self) -> "ExpertWeights":
-        """The same without `copies`: what has a gradient."""
-        return dataclasses.replace(self, copies=None)
+        """The same without `copies` and `layer`: what has a gradient."""
+        return dataclasses.replace(self, copies=None, layer=None)
+
+    def of_layer(self, layer: jax.Array) -> "ExpertWeights":
+        """One layer of a stack, by reference."""
+        return dataclasses.replace(self, layer=jnp.asarray(layer, jnp.int32))
+
+    def sliced(self) -> "ExpertWeights":
+        """The layer itself, copied out of the stack; without a stack, nothing changes."""
+        if self.layer is None:
+            return self
+        stack = dataclasses.replace(self, layer=None)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), stack)
 
     def zeros(self) -> "ExpertWeights":
         """FP32 zeros in the shape of the masters: an empty gradient accumulator."""

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from moejax.ops.activation import gated, gated_grad
 from moejax.ops.backends import compute_dtype
 from moejax.ops.experts import ExpertWeights
-from moejax.ops.products import load_weights, product, rounded, row_operand, weight_copies
+from moejax.ops.products import load_weights, product, put_expert, rounded, row_operand, take_expert, weight_copies
 from moejax.ops.row_blocks import block_size, each_block, each_used_group, put_block, take_block
 from moejax.ops.schedule import Plan
 from moejax.ops.spec import MoESpec
 from moejax.ops.varying import zeros_like_varying
+
+STACKED = True  # reads one layer of a stack of experts where it lies
 
 _D_WEIGHT_COLUMNS = 128  # d(weight) sums partials of this many columns in order (docs/design.md: a fixed order)
 
@@ -100,13 +102,11 @@ def backward(x_MxD, dy_MxD, weight_M, saved_MxG, plan: Plan, experts: ExpertWeig
             d_expert = _add_wgrad(d_expert, x_PxD, dy_PxD, weighted_h_PxF, da_PxG, weight_P, spec)
             return put_block(dx_MxD, dx_PxD, row), put_block(d_weight_M, d_weight_P, row), d_expert
 
-        d_expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), d_experts)
+        d_expert = take_expert(d_experts, expert, experts.layer)
         dx_MxD, d_weight_M, d_expert = each_block(
             plan.count_E[expert], plan.start_E[expert], size, run_block, (dx_MxD, d_weight_M, d_expert)
         )
-        d_experts = jax.tree.map(
-            lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, expert, 0), d_experts, d_expert
-        )
+        d_experts = put_expert(d_experts, d_expert, expert, experts.layer)
         return dx_MxD, d_weight_M, d_experts
 
     return each_used_group(plan.count_E, run_expert, (dx_MxD, d_weight_M, accumulator))
@@ -153,5 +153,5 @@ def _row_dot(a_PxF, b_PxF):
 def _biases(experts, expert):
     if experts.b_down_ExD is None:
         return None, None
-    take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False)  # noqa: E731
-    return take(experts.b_gate_up_Ex2xF).reshape(-1), take(experts.b_down_ExD)
+    biases = take_expert((experts.b_gate_up_Ex2xF, experts.b_down_ExD), expert, experts.layer)
+    return biases[0].reshape(-1), biases[1]

@@ -70,6 +70,10 @@ def moe_ffn(
     """
     _check_arguments(x_TxD, weight_TxK, plan, experts, spec, accumulator)
     if experts.copies is None:
+        if experts.layer is not None and spec.recipe != "fp32":
+            raise ValueError(
+                "a stack of experts without copies: call prepare_experts on the stack, once, outside the layer scan"
+            )
         experts = add_copies(experts, spec)
     operands = vary_alike((x_TxD, weight_TxK, plan, experts, accumulator))
     y_TxD, accumulator = _ffn(spec, *operands)
@@ -117,17 +121,19 @@ def moe_layer(
                 "padding would change what is dropped: use a multiple"
             )
         token_spec, expert_spec = jax.P(mesh.axis_names), jax.P(spec.axis)
-        buffer_spec = jax.P(_replica_axes(mesh, spec), spec.axis)
+        stack = () if experts.layer is None else (None,)  # the layer axis
+        expert_specs = jax.tree.map(lambda leaf: jax.P(*stack, spec.axis) if leaf.ndim else jax.P(), experts)
+        buffer_spec = jax.P(_replica_axes(mesh, spec), *stack, spec.axis)
         run = jax.shard_map(
             functools.partial(_local_layer, spec=spec, mesh=mesh),
-            in_specs=(token_spec, token_spec, token_spec, expert_spec, buffer_spec),
+            in_specs=(token_spec, token_spec, token_spec, expert_specs, buffer_spec),
             out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P()), buffer_spec),
         )
         y_TxD, stats, accumulator = run(
             tokens.split(x_BxLxD, 2, mesh, fill=0),
             tokens.split(weight_BxLxK, 2, mesh, fill=0),
             tokens.split(expert_BxLxK, 2, mesh, fill=-1),
-            tokens.reshard(experts, expert_spec, mesh),
+            tokens.reshard(experts, expert_specs, mesh),
             accumulator,
         )
         y_BxLxD = tokens.merge(y_TxD, x_BxLxD, 2, mesh)
@@ -146,8 +152,9 @@ def new_accumulator(experts: ExpertWeights, spec: MoESpec) -> ExpertWeights:
         shape = (replicas, *leaf.shape)
         if mesh is None:
             return jnp.zeros(shape, jnp.float32)
-        return tokens.zeros(shape, jax.P(_replica_axes(mesh, spec), spec.axis), mesh)
+        return tokens.zeros(shape, jax.P(_replica_axes(mesh, spec), *stack, spec.axis), mesh)
 
+    stack = (None,) * (experts.w_down_ExDxF.ndim - 3)
     return jax.tree.map(zeros, experts.masters())
 
 
@@ -200,6 +207,8 @@ def _ffn(spec, x_TxD, weight_TxK, plan, experts, accumulator):
 
 def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
     backend = backends.load(spec)
+    residuals = (x_TxD, weight_TxK, plan, experts)
+    experts = experts if hasattr(backend, "STACKED") else experts.sliced()
     if _fused(backend, spec):
         y_TxD, saved = backend.ffn_forward(x_TxD, weight_TxK, plan, experts, spec)
     else:
@@ -210,13 +219,22 @@ def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
         with jax.named_scope("moe_combine"):
             y_TxD = _sum_slots(_slots(y_MxD, plan, spec), weight_TxK).astype(x_TxD.dtype)
     saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, GATE_UP_NAME), saved)
-    return (y_TxD, accumulator), (x_TxD, weight_TxK, plan, experts, saved)
+    return (y_TxD, accumulator), (*residuals, saved)
 
 
 def _ffn_backward(spec, residuals, cotangents):
     x_TxD, weight_TxK, plan, experts, saved = residuals
     dy_TxD, buffer = cotangents
     backend = backends.load(spec)
+    layer, whole = experts.layer, buffer
+    if layer is not None and buffer is None:
+        raise ValueError(
+            "a layer of stacked experts is differentiated without accumulator: its gradient would be a stack of zeros around "
+            "one layer, for every layer. Pass accumulator=, or scan over slices of the stack"
+        )
+    if layer is not None and not hasattr(backend, "STACKED"):
+        buffer = buffer.of_layer(layer).sliced()
+        experts = experts.sliced()
     if _fused(backend, spec):
         dx_TxD, d_weight_TxK, d_experts = backend.ffn_backward(
             x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=buffer
@@ -237,6 +255,10 @@ def _ffn_backward(spec, residuals, cotangents):
     # gradient.
     if buffer is None:
         return dx_TxD, d_weight_TxK, None, d_experts, None
+    if layer is not None and not hasattr(backend, "STACKED"):
+        d_experts = jax.tree.map(
+            lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, layer, 0), whole, d_experts
+        )
     return dx_TxD, d_weight_TxK, None, None, d_experts
 
 
@@ -294,7 +316,8 @@ def _check_arguments(x_TxD, weight_TxK, plan, experts, spec, accumulator):
         )
     check_experts(experts, spec)
     rows_E = plan.count_E.shape[0]
-    if experts.w_down_ExDxF.ndim != 3 or experts.w_down_ExDxF.shape[0] != rows_E:
+    leading = experts.w_down_ExDxF.shape[:-2]
+    if len(leading) != 1 + (experts.layer is not None) or leading[-1] != rows_E:
         raise ValueError(
             f"experts hold w_down of shape {experts.w_down_ExDxF.shape}, the plan is for {rows_E} local experts: "
             f"pass the slice of this rank, (E / R, D, F) with R = {spec.ranks}"

@@ -59,7 +59,7 @@ def weight_copies(masters: ExpertWeights, spec: MoESpec) -> Any:
 def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> WeightOperands:
     """Operands of expert `index`, read once for all its rows. MX operands come as their exact FP32 values."""
     if spec.recipe == "mxfp8":
-        mx = _take(experts.copies, index)
+        mx = take_expert(experts.copies, index, experts.layer)
         return WeightOperands(
             gate_up_fprop_GxD=_values(_flat_rows(mx.gate_up_fprop_GxD), ALIGNED, spec),
             down_fprop_DxF=_values(mx.down_fprop_DxF, ALIGNED, spec),
@@ -67,7 +67,7 @@ def load_weights(experts: ExpertWeights, index: jax.Array, spec: MoESpec) -> Wei
             down_dgrad_DxF=_values(mx.down_dgrad_DxF, ALIGNED, spec),
         )
     pair = (experts.w_gate_up_Ex2xFxD, experts.w_down_ExDxF) if spec.recipe == "fp32" else experts.copies
-    gate_up_2xFxD, down_DxF = _take(pair, index)
+    gate_up_2xFxD, down_DxF = take_expert(pair, index, experts.layer)
     gate_up_GxD = gate_up_2xFxD.reshape(-1, gate_up_2xFxD.shape[-1])
     return WeightOperands(gate_up_GxD, down_DxF, gate_up_GxD, down_DxF)
 
@@ -113,8 +113,27 @@ def rounded(value: jax.Array, spec: MoESpec) -> jax.Array:
     return value if spec.recipe == "fp32" else jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
 
 
-def _take(tree: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+def take_expert(tree: Any, index: jax.Array, layer: jax.Array | None) -> Any:
+    """Expert `index` of every leaf; of one layer of a stack, in one step, if `layer` is given."""
+    start = (index,) if layer is None else (layer, index)
+
+    def take(leaf):
+        rest = leaf.shape[len(start) :]
+        block = jax.lax.dynamic_slice(leaf, start + (0,) * len(rest), (1,) * len(start) + rest)
+        return block.reshape(rest)
+
+    return jax.tree.map(take, tree)
+
+
+def put_expert(tree: Any, values: Any, index: jax.Array, layer: jax.Array | None) -> Any:
+    """The inverse: every leaf with expert `index` replaced."""
+    start = (index,) if layer is None else (layer, index)
+
+    def put(leaf, value):
+        block = value.reshape((1,) * len(start) + value.shape)
+        return jax.lax.dynamic_update_slice(leaf, block, start + (0,) * value.ndim)
+
+    return jax.tree.map(put, tree, values)
 
 
 def _values(mx: MXArray, rows: int, spec: MoESpec) -> jax.Array:

@@ -69,13 +69,12 @@ def merge(leaf: jax.Array, like: jax.Array, batch_axes: int, mesh: jax.sharding.
     return jax.reshard(leaf, jax.typeof(like).sharding.spec) if _explicit(mesh) else leaf
 
 
-def reshard(tree, spec: jax.P, mesh: jax.sharding.AbstractMesh):
-    """Moves every leaf to `spec`, where types carry shardings; elsewhere `shard_map` does it."""
+def reshard(tree, specs, mesh: jax.sharding.AbstractMesh):
+    """Moves every leaf to its spec, where types carry shardings; elsewhere `shard_map` does it."""
     explicit = _explicit(mesh)
     if not explicit:
         return tree
-    spec = _only(spec, explicit)
-    return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
+    return jax.tree.map(lambda leaf, spec: jax.reshard(leaf, _only(spec, explicit)), tree, specs)
 
 
 def zeros(shape: tuple[int, ...], spec: jax.P, mesh: jax.sharding.AbstractMesh) -> jax.Array:
