@@ -10,39 +10,7 @@ namespace {
 template <class Kinds, bool kPlain, class Config>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     grouped_gemm(const __grid_constant__ GemmBatch<CUtensorMap, Kinds::kCount> batch) {
-  using Isa = Sm90;
-  const uint32_t base = Isa::shared_base();
-  const uint32_t warp = Isa::warp_index();
-  if (warp == 0 && Isa::elect_one()) {
-    for (int s = 0; s < Config::kStages; ++s) {
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
-    }
-    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
-      for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
-      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
-    }
-    Isa::barrier_init_fence();
-  }
-  Isa::cluster_sync();  // the peer's copies arrive on these barriers
-
-  if (warp < 4) {
-    Isa::registers_shrink<Config::kProducerRegisters>();
-    if (warp == 0 && Isa::elect_one()) {
-      for (int i = 0; i < Kinds::kCount; ++i) {
-        Isa::prefetch_map(&batch.kinds[i].a);
-        Isa::prefetch_map(&batch.kinds[i].b);
-      }
-      load_operands<Kinds, Isa, Config>(batch, base);
-    } else if (warp == 1 || warp == 2) {
-      store_results<Kinds, Isa, Config>(batch, base, warp - 1);
-    }
-  } else {
-    Isa::registers_grow<Config::kConsumerRegisters>();
-    compute_tiles<Kinds, kPlain, Isa, Config>(batch, base, warp / 4 - 1);
-  }
-  Isa::warp_sync();     // the lanes that had no role wait for the one that had
-  Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
+  run_block<Kinds, kPlain, Sm90, Config>(batch);
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.

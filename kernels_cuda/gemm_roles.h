@@ -222,4 +222,42 @@ MOE_FN void store_results(const Batch& batch, uint32_t shared_base, uint32_t con
   if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
 }
 
+// A block: warp 0 loads, warps 1 and 2 store, warps 4 to 11 multiply.
+template <class Kinds, bool kPlain, class Isa, class Config, class Batch>
+MOE_FN void run_block(const Batch& batch) {
+  const uint32_t base = Isa::shared_base();
+  const uint32_t warp = Isa::warp_index();
+  if (warp == 0 && Isa::elect_one()) {
+    for (int s = 0; s < Config::kStages; ++s) {
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
+    }
+    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
+      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
+    }
+    Isa::barrier_init_fence();
+  }
+  Isa::warp_sync();
+  Isa::cluster_sync();  // the peer's copies arrive on these barriers
+
+  if (warp < 4) {
+    Isa::template registers_shrink<Config::kProducerRegisters>();
+    if (warp == 0 && Isa::elect_one()) {
+      for (int i = 0; i < Kinds::kCount; ++i) {
+        Isa::prefetch_map(&batch.kinds[i].a);
+        Isa::prefetch_map(&batch.kinds[i].b);
+      }
+      load_operands<Kinds, Isa, Config>(batch, base);
+    } else if (warp == 1 || warp == 2) {
+      store_results<Kinds, Isa, Config>(batch, base, warp - 1);
+    }
+  } else {
+    Isa::template registers_grow<Config::kConsumerRegisters>();
+    compute_tiles<Kinds, kPlain, Isa, Config>(batch, base, warp / 4 - 1);
+  }
+  Isa::warp_sync();     // the lanes that had no role wait for the one that had
+  Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
+}
+
 }  // namespace moe

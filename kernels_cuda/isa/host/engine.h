@@ -1,0 +1,53 @@
+// Runs one cluster of two blocks on the host: every GPU thread is a thread of its own, of which exactly one runs at a time, chosen
+// by a seed. It stops with a message on a deadlock, a collective with a missing lane or differing arguments, a barrier that
+// overflows, or an access outside shared memory. Copies and products take effect as late as their waits allow, or earlier at the
+// seed's whim, and shared memory that a copy will fill is poisoned meanwhile, so that a missing wait shows in the numbers.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace moe::host {
+
+struct Map {  // what a tensor map says: a dense tensor of four dimensions, innermost first
+  uint8_t* data = nullptr;
+  int element_bytes = 2;
+  int64_t dims[4] = {1, 1, 1, 1};
+};
+
+constexpr int kBlocks = 2;
+
+// Runs `body` on kBlocks x `threads` threads with `shared_bytes` of shared memory each.
+void run_cluster(int threads, int shared_bytes, uint32_t seed, const std::function<void()>& body);
+
+// --- called from inside ---------------------------------------------------------------------------------------------------
+int block();
+int thread();
+[[noreturn]] void fail(const std::string& what);
+uint8_t* shared(int block, uint32_t address, uint32_t bytes);  // checked
+
+// All `threads` members of group `group` of this block meet: `name` and `argument` must agree. The last to arrive runs
+// `combine` on everyone's `data` (by member); nobody goes on before.
+void meet(int group, int member, int threads, const char* name, uint64_t argument, void* data,
+          const std::function<void(void**)>& combine);
+
+void barrier_init(uint32_t address, uint32_t arrivals);
+void barrier_arrive(int block, uint32_t address, uint32_t count, int64_t expect_bytes);
+void barrier_complete(int block, uint32_t address, int64_t bytes);
+void barrier_wait(uint32_t address, uint32_t parity);
+void cluster_sync();
+
+// Runs `action` some time before its bytes are counted on the barrier of `block`.
+void copy_in(std::function<void()> action);
+// Stores of this thread: queued until its commit, then done at any time; wait_stores returns when at most `pending` are left.
+void copy_out(std::function<void()> action);
+void commit_stores();
+void wait_stores(int pending);
+// Products of this warpgroup, in order; wait_products runs all but the newest `pending` committed groups. Collective.
+void queue_product(int warpgroup, std::function<void()> action);
+void commit_products(int warpgroup);
+void wait_products(int warpgroup, int pending);
+
+}  // namespace moe::host

@@ -1,0 +1,350 @@
+// Runs every kind of grouped GEMM of kernels_cuda/ on the host emulator, on a small layer with unequal, unaligned sizes, and compares
+// with plain loops: relative norm per expert, zero padding, nothing written elsewhere, equal bits for every interleaving seed.
+// Usage: host_kernels KIND SEED...; prints one line per kind and exits with 1 on a mismatch.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "gemm_roles.h"
+#include "isa/host/host.h"
+
+namespace {
+
+using namespace moe;
+using Config = GemmConfig<256>;
+using Arguments = GemmArguments<host::Map>;
+
+constexpr int kExperts = 3, kD = 72, kF = 136;
+constexpr int kCount[kExperts] = {200, 0, 70};  // two row tiles that pair, an empty expert, an odd tile
+constexpr int kStart[kExperts] = {0, 256, 256};
+constexpr int kRows = 384;
+
+std::mt19937 generator(7);
+
+std::vector<uint16_t> random_bf16(size_t n, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<uint16_t> v(n);
+  for (auto& x : v) x = Host::bf16(normal(generator));
+  return v;
+}
+
+float value(uint16_t bits) { return Host::from_bits(static_cast<uint32_t>(bits) << 16); }
+float rounded(double x) { return value(Host::bf16(static_cast<float>(x))); }
+
+bool is_row(int row, int* expert = nullptr) {
+  for (int e = 0; e < kExperts; ++e) {
+    if (row >= kStart[e] && row < kStart[e] + kCount[e]) {
+      if (expert != nullptr) *expert = e;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::vector<uint16_t> random_rows(int width) {  // rows of experts, zeros in between
+  auto v = random_bf16(static_cast<size_t>(kRows) * width);
+  for (int r = 0; r < kRows; ++r) {
+    if (!is_row(r)) std::memset(&v[static_cast<size_t>(r) * width], 0, 2 * width);
+  }
+  return v;
+}
+
+host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t outer, int64_t halves = 1, int64_t experts = 1) {
+  host::Map map;
+  map.data = static_cast<uint8_t*>(const_cast<void*>(data));
+  map.element_bytes = element_bytes;
+  const int64_t dims[4] = {inner, outer, halves, experts};
+  std::memcpy(map.dims, dims, sizeof(dims));
+  return map;
+}
+
+std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
+  std::vector<Task> tasks;
+  const int step = kind == kGateUp ? Config::kTileN / 2 : Config::kTileN;
+  const int n_tiles = (n_extent + step - 1) / step;
+  for (int e = 0; e < kExperts; ++e) {
+    const int m_tiles = ((is_wgrad(kind) ? m_extent : kCount[e]) + 127) / 128;
+    for (int half = 0; half < (kind == kWgradGateUp ? 2 : 1); ++half) {
+      for (int m = 0; m < m_tiles; m += 2) {
+        const bool along_m = m + 1 < m_tiles;
+        for (int n = 0; n < n_tiles; n += along_m ? 1 : 2) {
+          Task t = {};
+          t.kind = kind;
+          t.pair = along_m ? kPairM : kPairN;
+          t.half = static_cast<uint8_t>(half);
+          t.expert = e;
+          t.row0 = kStart[e] + (is_wgrad(kind) ? 0 : 128 * m);
+          t.rows = kCount[e] - (is_wgrad(kind) ? 0 : 128 * m);
+          t.m0 = is_wgrad(kind) ? 128 * m : 0;
+          t.n0 = n * step;
+          t.wait = t.signal = -1;
+          tasks.push_back(t);
+        }
+      }
+    }
+  }
+  return tasks;
+}
+
+template <Kind kKind>
+void run(const Arguments& args, uint32_t seed) {
+  const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
+  const int count = static_cast<int>(tasks.size());
+  GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_block<KindSet<kKind>, true, Host, Config>(batch); });
+}
+
+int failures = 0;
+
+// Relative norm over the elements of one expert.
+void compare(const char* what, int expert, const std::vector<double>& out, const std::vector<double>& ref, double tolerance) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < ref.size(); ++i) {
+    difference += (out[i] - ref[i]) * (out[i] - ref[i]);
+    norm += ref[i] * ref[i];
+  }
+  const double error = norm > 0 ? std::sqrt(difference / norm) : (difference == 0 ? 0.0 : INFINITY);
+  if (!(error <= tolerance)) {
+    std::printf("%s, expert %d: relative norm %g is above %g\n", what, expert, error, tolerance);
+    ++failures;
+  }
+}
+
+// Rows of `out` (width columns) against reference(row, expert, column); padding of used panels must be zero.
+template <class Reference>
+void compare_rows(const char* what, const std::vector<uint16_t>& out, int width, double tolerance, Reference reference) {
+  for (int e = 0; e < kExperts; ++e) {
+    std::vector<double> got, want;
+    for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+      for (int c = 0; c < width; ++c) {
+        got.push_back(value(out[static_cast<size_t>(r) * width + c]));
+        want.push_back(reference(r, e, c));
+      }
+    }
+    compare(what, e, got, want, tolerance);
+    for (int r = kStart[e] + kCount[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {
+      for (int c = 0; c < width; ++c) {
+        if (out[static_cast<size_t>(r) * width + c] != 0) {
+          std::printf("%s: padded row %d is not zero\n", what, r);
+          ++failures;
+          return;
+        }
+      }
+    }
+  }
+}
+
+struct Layer {
+  std::vector<uint16_t> x = random_rows(kD), dy = random_rows(kD), h = random_rows(kF), scaled_h = random_rows(kF);
+  std::vector<uint16_t> gate_up, d_gate_up;
+  std::vector<uint16_t> w_gate_up = random_bf16(size_t{kExperts} * 2 * kF * kD, 0.2f);
+  std::vector<uint16_t> w_down = random_bf16(size_t{kExperts} * kD * kF, 0.1f);
+  std::vector<float> weight;
+  std::vector<int> slot;
+
+  Layer() {
+    for (int half = 0; half < 2; ++half) {
+      auto a = random_rows(kF), b = random_rows(kF);
+      gate_up.insert(gate_up.end(), a.begin(), a.end());
+      d_gate_up.insert(d_gate_up.end(), b.begin(), b.end());
+    }
+    for (int r = 0; r < kRows; ++r) {
+      slot.push_back(is_row(r) ? kRows - 1 - r : -1);
+      weight.push_back(std::uniform_real_distribution<float>(0.0f, 1.0f)(generator));
+    }
+  }
+  double gate(int half, int r, int e, int f) const {
+    double sum = 0;
+    for (int k = 0; k < kD; ++k) sum += double{value(x[r * kD + k])} * value(w_gate_up[((e * 2 + half) * kF + f) * kD + k]);
+    return sum;
+  }
+};
+
+double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
+
+Arguments arguments(int k_extent, int m_extent, int n_extent) {
+  Arguments args = {};
+  args.num_rows = kRows;
+  args.k_blocks = (k_extent + 63) / 64;
+  args.m_extent = m_extent;
+  args.n_extent = n_extent;
+  return args;
+}
+
+const std::vector<uint16_t> kPoison16(size_t{2} * kRows * kF, 0xFFFF);
+
+uint64_t digest(const void* data, size_t bytes) {
+  uint64_t hash = 1469598103934665603ull;
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211ull;
+  return hash;
+}
+
+uint64_t gate_up(const Layer& l, uint32_t seed) {
+  std::vector<uint16_t> h(kPoison16.begin(), kPoison16.begin() + kRows * kF), saved = kPoison16;
+  Arguments args = arguments(kD, kF, kF);
+  args.a = map_of(l.x.data(), 2, kD, kRows);
+  args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
+  args.out = map_of(h.data(), 2, kF, kRows);
+  args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
+  args.save_gate_up = args.write_out = 1;
+  run<kGateUp>(args, seed);
+  std::vector<uint16_t> half(saved.begin(), saved.begin() + kRows * kF), other(saved.begin() + kRows * kF, saved.end());
+  compare_rows("gate", half, kF, 3e-3, [&](int r, int e, int f) { return l.gate(0, r, e, f); });
+  compare_rows("up", other, kF, 3e-3, [&](int r, int e, int f) { return l.gate(1, r, e, f); });
+  compare_rows("h", h, kF, 3e-3, [&](int r, int, int f) {
+    const double g = value(half[r * kF + f]), u = value(other[r * kF + f]);
+    return g * sigmoid(g) * u;
+  });
+  return digest(h.data(), 2 * h.size()) ^ digest(saved.data(), 2 * saved.size());
+}
+
+uint64_t down(const Layer& l, uint32_t seed) {
+  std::vector<uint16_t> y(kPoison16.begin(), kPoison16.begin() + kRows * kD);
+  Arguments args = arguments(kF, kD, kD);
+  args.a = map_of(l.h.data(), 2, kF, kRows);
+  args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
+  args.out = map_of(y.data(), 2, kD, kRows);
+  run<kDown>(args, seed);
+  compare_rows("y", y, kD, 3e-3, [&](int r, int e, int d) {
+    double sum = 0;
+    for (int f = 0; f < kF; ++f) sum += double{value(l.h[r * kF + f])} * value(l.w_down[(e * kD + d) * kF + f]);
+    return sum;
+  });
+  return digest(y.data(), 2 * y.size());
+}
+
+uint64_t dgrad_down(const Layer& l, uint32_t seed) {
+  std::vector<uint16_t> d_gate_up = kPoison16, scaled(kPoison16.begin(), kPoison16.begin() + kRows * kF);
+  std::vector<float> partial(size_t{2} * kRows, NAN);
+  Arguments args = arguments(kD, kF, kF);
+  args.a = map_of(l.dy.data(), 2, kD, kRows);
+  args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
+  args.gate_up = map_of(l.gate_up.data(), 2, kF, kRows, 2);
+  args.out = map_of(d_gate_up.data(), 2, kF, kRows, 2);
+  args.scaled_h = map_of(scaled.data(), 2, kF, kRows);
+  args.weight_TxK = l.weight.data();
+  args.slot_M = l.slot.data();
+  args.weight_partial = partial.data();
+  run<kDgradDown>(args, seed);
+  auto dh0 = [&](int r, int e, int f) {
+    double sum = 0;
+    for (int d = 0; d < kD; ++d) sum += double{value(l.dy[r * kD + d])} * value(l.w_down[(e * kD + d) * kF + f]);
+    return sum;
+  };
+  auto g = [&](int r, int f) { return double{value(l.gate_up[r * kF + f])}; };
+  auto u = [&](int r, int f) { return double{value(l.gate_up[kRows * kF + r * kF + f])}; };
+  std::vector<uint16_t> half(d_gate_up.begin(), d_gate_up.begin() + kRows * kF), other(d_gate_up.begin() + kRows * kF, d_gate_up.end());
+  compare_rows("d_gate", half, kF, 3e-3, [&](int r, int e, int f) {
+    const double s = sigmoid(g(r, f));
+    return l.weight[l.slot[r]] * dh0(r, e, f) * u(r, f) * s * (1 + g(r, f) * (1 - s));
+  });
+  compare_rows("d_up", other, kF, 3e-3,
+               [&](int r, int e, int f) { return l.weight[l.slot[r]] * dh0(r, e, f) * g(r, f) * sigmoid(g(r, f)); });
+  compare_rows("weight * h", scaled, kF, 4e-3,
+               [&](int r, int, int f) { return l.weight[l.slot[r]] * g(r, f) * sigmoid(g(r, f)) * u(r, f); });
+  for (int e = 0; e < kExperts; ++e) {
+    std::vector<double> got, want;
+    for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+      double sum = 0;
+      for (int f = 0; f < kF; ++f) sum += rounded(g(r, f) * sigmoid(g(r, f)) * u(r, f)) * dh0(r, e, f);
+      got.push_back(double{partial[r]} + partial[kRows + r]);
+      want.push_back(sum);
+    }
+    compare("d_weight", e, got, want, 1e-3);
+  }
+  return digest(d_gate_up.data(), 2 * d_gate_up.size()) ^ digest(partial.data(), 4 * partial.size());
+}
+
+uint64_t dgrad_gate_up(const Layer& l, uint32_t seed) {
+  std::vector<uint16_t> dx(kPoison16.begin(), kPoison16.begin() + kRows * kD);
+  Arguments args = arguments(kF, kF, kD);
+  args.a = map_of(l.d_gate_up.data(), 2, kF, kRows, 2);
+  args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
+  args.out = map_of(dx.data(), 2, kD, kRows);
+  run<kDgradGateUp>(args, seed);
+  compare_rows("dx", dx, kD, 3e-3, [&](int r, int e, int d) {
+    double sum = 0;
+    for (int half = 0; half < 2; ++half) {
+      for (int f = 0; f < kF; ++f) {
+        sum += double{value(l.d_gate_up[(half * kRows + r) * kF + f])} * value(l.w_gate_up[((e * 2 + half) * kF + f) * kD + d]);
+      }
+    }
+    return sum;
+  });
+  return digest(dx.data(), 2 * dx.size());
+}
+
+// dW[e][half][m][n] = sum over rows of a[half][row][m] b[row][n], overwritten or continued.
+template <Kind kKind>
+uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, int m_extent, int n_extent, int halves, bool accumulate,
+               uint32_t seed) {
+  const size_t size = size_t{kExperts} * halves * m_extent * n_extent;
+  std::vector<float> dw(size, NAN), before(size, 0.0f);
+  if (accumulate) {
+    for (auto& v : before) v = std::normal_distribution<float>()(generator);
+    dw = before;
+  }
+  Arguments args = arguments(kRows, m_extent, n_extent);
+  args.a = map_of(a.data(), 2, m_extent, kRows, halves);
+  args.b = map_of(b.data(), 2, n_extent, kRows);
+  args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
+  args.dw = dw.data();
+  args.accumulate = accumulate;
+  run<kKind>(args, seed);
+  for (int e = 0; e < kExperts; ++e) {
+    std::vector<double> got, want;
+    for (int half = 0; half < halves; ++half) {
+      for (int m = 0; m < m_extent; ++m) {
+        for (int n = 0; n < n_extent; ++n) {
+          const size_t at = (static_cast<size_t>(e * halves + half) * m_extent + m) * n_extent + n;
+          double sum = before[at];
+          for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+            sum += double{value(a[(static_cast<size_t>(half) * kRows + r) * m_extent + m])} * value(b[static_cast<size_t>(r) * n_extent + n]);
+          }
+          got.push_back(dw[at]);
+          want.push_back(sum);
+        }
+      }
+    }
+    compare(kKind == kWgradDown ? "dw_down" : "dw_gate_up", e, got, want, 1e-5);
+  }
+  return digest(dw.data(), 4 * dw.size());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: host_kernels KIND SEED...\n");
+    return 2;
+  }
+  const std::string kind = argv[1];
+  uint64_t first = 0;
+  for (int i = 2; i < argc; ++i) {
+    generator.seed(7);
+    const Layer l;
+    const uint32_t seed = static_cast<uint32_t>(std::atoi(argv[i]));
+    uint64_t bits;
+    if (kind == "gate_up") bits = gate_up(l, seed);
+    else if (kind == "down") bits = down(l, seed);
+    else if (kind == "dgrad_down") bits = dgrad_down(l, seed);
+    else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(l, seed);
+    else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed);
+    else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed);
+    else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, true, seed);
+    else {
+      std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
+      return 2;
+    }
+    if (i == 2) first = bits;
+    if (bits != first) {
+      std::printf("%s: seeds %s and %s give different bits\n", kind.c_str(), argv[2], argv[i]);
+      ++failures;
+    }
+  }
+  std::printf("%s: %s\n", kind.c_str(), failures == 0 ? "ok" : "failed");
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,77 @@
+"""The Hopper tile programs on the host emulator (kernels_cuda/isa/host): every kind of grouped GEMM on a small layer, with unequal,
+unaligned groups, an empty expert, and several interleavings of the threads. Needs a C++ compiler, no GPU. See host_kernels.cc."""
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CXX = shutil.which("g++") or shutil.which("clang++")
+KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
+
+
+def build(kernels: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    program = target / "host_kernels"
+    sources = [ROOT / "tests" / "cuda" / "host_kernels.cc", kernels / "isa" / "host" / "engine.cc"]
+    flags = ["-std=c++17", "-O2", "-pthread", f"-I{kernels}"]
+    done = subprocess.run([CXX, *flags, *map(str, sources), "-o", str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build(ROOT / "kernels_cuda", tmp_path_factory.mktemp("host"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
+    done = subprocess.run([str(program), kind, "1", "2"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+MUTATIONS = {
+    # what is broken: (file, text, replacement, what the emulator must say)
+    "wrong phase": ("gemm_ring.h", "phase ^= 1;", "phase ^= 0;", "deadlock"),
+    "missing bytes": (
+        "gemm_roles.h",
+        "const uint32_t bytes = Config::kStageBytes -",
+        "const uint32_t bytes = Config::kStageBytes - 8192 -",
+        "",
+    ),
+    "stage given back before its products are done": (
+        "gemm_roles.h",
+        "Isa::template mma_wait<1>();  // the previous block's products have read their stage\n"
+        "        Ring<Isa, Config>::release(previous_empty);",
+        "Ring<Isa, Config>::release(previous_empty);",
+        "",
+    ),
+    "staging reused before it was stored": (
+        "gemm_epilogue.h",
+        "      Isa::template store_wait_read<0>();",
+        "",
+        "",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_emulator_notices(tmp_path, name):
+    file, text, replacement, message = MUTATIONS[name]
+    kernels = tmp_path / "kernels_cuda"
+    shutil.copytree(ROOT / "kernels_cuda", kernels)
+    source = (kernels / file).read_text()
+    assert text in source, f"{file} has changed: adapt the mutation"
+    (kernels / file).write_text(source.replace(text, replacement))
+    program = build(kernels, tmp_path)
+    runs = [
+        subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=120)
+        for kind in ("dgrad_gate_up", "gate_up")
+    ]
+    assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]
+    assert any(message in r.stdout + r.stderr for r in runs)
