@@ -67,6 +67,11 @@ def dot_general(
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+    return _blocked_dot(lhs, rhs, tuple(lhs_batch), tuple(rhs_batch), form, aligned_rows)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _blocked_dot(lhs: MXArray, rhs: MXArray, lhs_batch, rhs_batch, form: Form, aligned_rows) -> jax.Array:
     lhs_BxMxK, batch_shape, lhs_free = _as_matrices(lhs, lhs_batch)
     rhs_BxNxK, _, rhs_free = _as_matrices(rhs, rhs_batch)
     block = BLOCK
