@@ -99,7 +99,7 @@ def quantize(x: jax.Array, axis: int = -1, *, transposed: bool = False) -> MXArr
     Raises:
       TypeError: x is neither float32 nor bfloat16.
       ValueError: there is no such axis, or `transposed` with fewer than two axes.
-    Source: OCP Microscaling v1.0 with scales rounded up, `docs/design.md`.
+    Source: OCP Microscaling v1.0 with scales rounded up; `docs/mxfp8.md`.
     """
     x = jnp.asarray(x)
     if x.dtype not in (jnp.float32, jnp.bfloat16):

@@ -160,7 +160,7 @@ def align(mx: MXArray, rows: int = 1) -> MXArray:
       rows: 1 for activations and gradients, 128 for weights in fprop and dgrad.
     Returns:
       MXArray of the same shape, whose scales are equal within a group.
-    Source: `docs/design.md`; prior art DeepGEMM pull request 411.
+    Source: `docs/mxfp8.md`; prior art DeepGEMM pull request 411.
     """
     axis = mx.storage_axis
     if axis not in (-1, -2) or (rows > 1 and mx.ndim < 2):
