@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 _REGION = re.compile(r"\bmoe_experts(_grad)?\b")
 _NAME = re.compile(r"\bgemm\.(\w+)\.(\w+)")
-_KERNEL = re.compile(r"^moejax_.*moe_(forward|backward)$")
+_KERNEL = re.compile(r"^moejax_.*moe_(?:forward|backward)$")
 _PRECISION = {"float8_e4m3fn": "mxfp8", "bfloat16": "bf16", "float32": "fp32"}
 _TRANSFORM = re.compile(r"\b\w+\(|\)")
 RECOMPUTE = "recompute"
@@ -182,7 +182,7 @@ def _record(eqn, operands: list[bool], scope: str, times: int, again: bool, foun
 
 def _record_kernel(eqn, scope: str, times: int, again: bool, found: collections.Counter) -> None:
     """The products inside a call of our own kernels: as precise as the weights, since the kernel quantises the rows."""
-    forward = _KERNEL.search(eqn.params["target_name"]).group(1) == "forward"
+    forward = eqn.params["target_name"].endswith("_forward")
     attributes = dict(eqn.params["attributes"])
     # Weights are the operands of three or more axes; FP32 accumulators beside them are no operands of a product.
     dtypes = [str(atom.aval.dtype) for atom in eqn.invars if atom.aval.ndim >= 3 and atom.aval.dtype != jnp.uint8]
