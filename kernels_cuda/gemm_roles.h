@@ -166,6 +166,7 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
     MOE_NO_UNROLL
     for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
       Isa::barrier_wait(ring.full(), ring.phase);
+      Isa::warp_sync();  // no lane may give the stage back while another has yet to see it full: it could miss the phase
       Ring<Isa, Config>::release(ring.empty());
       ring.advance();
     }

@@ -36,7 +36,7 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 MUTATIONS = {
     # what is broken: (file, text, replacement, what the emulator must say)
-    "wrong phase": ("gemm_ring.h", "phase ^= 1;", "phase ^= 0;", "deadlock"),
+    "wrong phase": ("gemm_ring.h", "phase ^= 1;", "phase ^= 0;", "emulator"),
     "missing bytes": (
         "gemm_roles.h",
         "const uint32_t bytes = Config::kStageBytes -",
@@ -71,7 +71,7 @@ def test_emulator_notices(tmp_path, name):
     program = build(kernels, tmp_path)
     runs = [
         subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=120)
-        for kind in ("dgrad_gate_up", "gate_up")
+        for kind in ("gate_up", "dgrad_gate_up")
     ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]
     assert any(message in r.stdout + r.stderr for r in runs)

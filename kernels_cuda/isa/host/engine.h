@@ -19,6 +19,7 @@ struct Map {  // what a tensor map says: a dense tensor of four dimensions, inne
 
 constexpr int kBlocks = 2;
 
+// Even seeds are lazy: copies and stores happen only when someone must wait for them.
 // Runs `body` on kBlocks x `threads` threads with `shared_bytes` of shared memory each.
 void run_cluster(int threads, int shared_bytes, uint32_t seed, const std::function<void()>& body);
 
