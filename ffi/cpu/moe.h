@@ -1,6 +1,6 @@
 // The expert layer on the CPU: dispatch, products, activation and combine, forward and backward.
 //
-// Work is cut into tiles of 128 rows of one expert, in row order (`Tile`); a tile is gathered, multiplied and written by one thread.
+// Work is cut into tiles of 128 to 192 rows of one expert, in row order (`Tile`); a tile is gathered, multiplied and written by one thread.
 // Weight gradients have one owner per block of output rows, which adds the expert's tiles in row order. So results depend neither on
 // the number of threads nor on the window of rows that is in flight. Rounding points: `docs/design.md` §2.
 //
@@ -59,14 +59,14 @@ struct BackwardBuffers {
   float* db_gate_up = nullptr;    // E x 2F, or null
   float* db_down = nullptr;       // E x D, or null
   bool accumulate = false;        // gradients start from what the buffers hold, instead of from zero
-  float* window = nullptr;        // WindowFloats(shape, window_rows) values
-  int64_t window_rows = 0;        // rows in flight between the dgrad and the wgrad products, a positive multiple of 128
+  float* window = nullptr;        // window_tiles * FloatsPerTile(D, F) values
+  int64_t window_tiles = 0;       // most tiles in flight between the dgrad and the wgrad products, positive
 };
 void MoeBackward(Pool& pool, const Layer& layer, const BackwardBuffers& buffers);
 
-// Size of BackwardBuffers::window. Per row: x, dy (D each), d_gate_up (2F) and weight * h (F); per tile: bias gradients (2F + D).
-constexpr int64_t WindowFloats(int64_t d_model, int64_t width, int64_t window_rows) {
-  return window_rows * (2 * d_model + 3 * width) + window_rows / kTile * (2 * width + d_model);
+// What a tile holds in BackwardBuffers::window. Per row: x, dy (D each), d_gate_up (2F), weight * h (F); once: bias gradients (2F + D).
+constexpr int64_t FloatsPerTile(int64_t d_model, int64_t width) {
+  return kMaxTile * (2 * d_model + 3 * width) + 2 * width + d_model;
 }
 
 // y_t = sum over slots in slot order, in FP32, of weight * row; rounded once. Slots without a row add nothing. weight may be null (1).

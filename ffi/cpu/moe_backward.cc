@@ -38,15 +38,15 @@ void RoundForWgrad(Format format, float* values, int64_t rows, int64_t width) {
 void BackwardTile(const Layer& layer, const BackwardBuffers& buffers, const Window& window, const Tile& tile, int64_t position) {
   const int64_t D = layer.shape.d_model, F = layer.shape.width, rows = tile.rows;
   const bool bf16 = layer.recipe != Recipe::kFp32, mx = layer.recipe == Recipe::kMxfp8;
-  const int64_t at = position * kTile;
+  const int64_t at = position * kMaxTile;
   float* x = window.x + at * D;
   float* dy = window.dy + at * D;
   float* d_gate_up = window.d_gate_up + at * 2 * F;
   float* weighted_h = window.weighted_h + at * F;
-  float* gate_up = Scratch(0, kTile * 2 * F);
-  float* dh0 = Scratch(1, kTile * F);
-  float* dx = Scratch(2, kTile * D);
-  float* rounded = Scratch(3, kTile * std::max(D, 2 * F));  // row-wise MX rounding of x, dy or d_gate_up
+  float* gate_up = Scratch(0, kMaxTile * 2 * F);
+  float* dh0 = Scratch(1, kMaxTile * F);
+  float* dx = Scratch(2, kMaxTile * D);
+  float* rounded = Scratch(3, kMaxTile * std::max(D, 2 * F));  // row-wise MX rounding of x, dy or d_gate_up
 
   GatherRows(layer, buffers.x, tile, x);
   GatherRows(layer, buffers.dy, tile, dy);
@@ -105,8 +105,12 @@ void AddBlock(const std::vector<Tile>& tiles, int64_t window_first, const Segmen
   float* block = dw + Offset(Offset(segment.expert, n, first), k);
   if (zero_first) std::memset(block, 0, static_cast<size_t>(size * k) * sizeof(float));
   for (int64_t position = segment.first_tile; position < segment.last_tile; ++position) {
-    const int64_t at = position * kTile;
-    GemmTN(size, k, tiles[window_first + position].rows, left + at * n + first, n, right + at * k, k, block, k, true);
+    const int64_t at = position * kMaxTile;
+    const int64_t rows = tiles[window_first + position].rows;
+    for (int64_t done = 0; done < rows; done += kTile) {
+      const int64_t row = at + done;
+      GemmTN(size, k, std::min(kTile, rows - done), left + row * n + first, n, right + row * k, k, block, k, true);
+    }
   }
 }
 
@@ -181,8 +185,8 @@ void MoeBackward(Pool& pool, const Layer& layer, const BackwardBuffers& buffers)
   const int64_t tile_count = static_cast<int64_t>(tiles.size());
   // As many tiles in flight as keep the threads busy, and no more: the window's memory stays in the cache and, being fresh on every
   // call, costs a page fault per 4 KiB touched. It never changes a sum.
-  const int64_t window_tiles = std::min(buffers.window_rows / kTile, kTilesPerThread * (pool.num_threads() + 1));
-  const Window window(buffers.window, D, F, buffers.window_rows);
+  const int64_t window_tiles = std::min(buffers.window_tiles, kTilesPerThread * (pool.num_threads() + 1));
+  const Window window(buffers.window, D, F, buffers.window_tiles * kMaxTile);
   ZeroWhatNoRowWrites(pool, layer, buffers);
   for (int64_t first = 0; first < tile_count; first += window_tiles) {
     const int64_t last = std::min(first + window_tiles, tile_count);

@@ -36,7 +36,11 @@ void ZeroPadding(Pool& pool, const Groups& groups, int64_t width, const RowsOut&
   // Row blocks of 128 belong to one expert or to none, because groups start at multiples of 128.
   const int64_t blocks = CeilDiv(groups.rows, kTile);
   std::vector<int64_t> used(blocks, 0);
-  for (const Tile& tile : Tiles(groups)) used[tile.first_row / kTile] = tile.rows;
+  for (const Tile& tile : Tiles(groups)) {
+    for (int64_t done = 0; done < tile.rows; done += kTile) {
+      used[(tile.first_row + done) / kTile] = std::min(kTile, tile.rows - done);
+    }
+  }
   ParallelFor(pool, blocks, [&](int64_t block) {
     const int64_t last = std::min((block + 1) * kTile, groups.rows);
     for (int64_t row = block * kTile + used[block]; row < last; ++row) ZeroRow(row, width, out);
@@ -48,10 +52,10 @@ void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers) {
   const std::vector<Tile> tiles = Tiles(layer.groups);
   ParallelFor(pool, static_cast<int64_t>(tiles.size()), [&](int64_t task) {
     const Tile& tile = tiles[task];
-    float* x = Scratch(0, kTile * D);
-    float* gate_up = Scratch(1, kTile * 2 * F);
-    float* h = Scratch(2, kTile * F);
-    float* y = Scratch(3, kTile * D);
+    float* x = Scratch(0, kMaxTile * D);
+    float* gate_up = Scratch(1, kMaxTile * 2 * F);
+    float* h = Scratch(2, kMaxTile * F);
+    float* y = Scratch(3, kMaxTile * D);
     GatherRows(layer, buffers.x, tile, x);
     GateUp(layer, tile, x, gate_up);
     for (int64_t i = 0; i < tile.rows; ++i) {
@@ -102,8 +106,8 @@ void GroupedProduct(Pool& pool, const Groups& groups, const RowsIn& x, const Mat
   const std::vector<Tile> tiles = Tiles(groups);
   ParallelFor(pool, static_cast<int64_t>(tiles.size()), [&](int64_t task) {
     const Tile& tile = tiles[task];
-    float* x_tile = Scratch(0, kTile * in);
-    float* y_tile = Scratch(1, kTile * out);
+    float* x_tile = Scratch(0, kMaxTile * in);
+    float* y_tile = Scratch(1, kMaxTile * out);
     for (int64_t i = 0; i < tile.rows; ++i) ReadRow(x, tile.first_row + i, in, false, x_tile + i * in);
     if (transposed) {
       ProductWithTranspose(x_tile, tile.rows, w, tile.expert, y_tile);

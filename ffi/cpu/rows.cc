@@ -32,8 +32,10 @@ void DecodeRow(const Matrices& w, int64_t e, int64_t row, int64_t first, int64_t
 std::vector<Tile> Tiles(const Groups& groups) {
   std::vector<Tile> tiles;
   for (int64_t e = 0; e < groups.experts; ++e) {
-    for (int64_t done = 0; done < groups.count[e]; done += kTile) {
-      tiles.push_back({e, groups.start[e] + done, std::min(kTile, groups.count[e] - done)});
+    for (int64_t done = 0; done < groups.count[e];) {
+      const int64_t left = groups.count[e] - done, rows = left <= kMaxTile ? left : kTile;
+      tiles.push_back({e, groups.start[e] + done, rows});
+      done += rows;
     }
   }
   return tiles;

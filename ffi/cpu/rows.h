@@ -9,7 +9,7 @@
 
 namespace moejax::cpu {
 
-// At most 128 rows of one expert: the unit of work, and the row block of every product.
+// At most kMaxTile rows of one expert, from a multiple of 128 on: the unit of work, and the row block of every product.
 struct Tile {
   int64_t expert;
   int64_t first_row;

@@ -8,7 +8,10 @@
 
 namespace moejax::cpu {
 
-inline constexpr int64_t kTile = 128;   // groups start at multiples of this many rows; also the row tile of every product
+inline constexpr int64_t kTile = 128;   // groups start at multiples of this many rows, and weight gradients add this many at a time
+// Most rows of one product. A remainder of up to 64 rows joins the tile before it: alone it would read and pack a whole weight matrix for
+// few rows, and experts with about 128 rows leave one half of the time.
+inline constexpr int64_t kMaxTile = 192;
 inline constexpr int64_t kBlock = 32;   // elements that share one MX scale
 
 // Position of element `column` of row `row`. 64-bit: width 7168 passes 2^31 elements at 299,594 rows

@@ -148,6 +148,8 @@ ffi::Error Forward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer weight, A
   check.Optional("saved", *saved, {ComputeDtype(recipe)}, {{"M", rows}, {"2F", 2 * F}});
   if (!check.ok()) return check.error();
 
+  AdviseHugePages(*saved);
+  AdviseHugePages(*y_rows);
   return Run(kTarget, [&] {
     XlaPool pool(thread_pool);
     cpu::ForwardBuffers buffers;
@@ -222,10 +224,11 @@ ffi::Error Backward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer dy, AnyB
   CheckAccumulator(check, "acc_down", acc_down, *dw_down, accumulate);
   CheckAccumulator(check, "acc_b_gate_up", acc_b_gate_up, *db_gate_up, accumulate);
   CheckAccumulator(check, "acc_b_down", acc_b_down, *db_down, accumulate);
-  check.Array("window", *window, {DataType::F32}, {{"W/128"}, {"floats per tile", cpu::WindowFloats(D, F, cpu::kTile)}}, kInt32Max);
+  check.Array("window", *window, {DataType::F32}, {{"tiles"}, {"floats per tile", cpu::FloatsPerTile(D, F)}}, kInt32Max);
   check.Require(DimOf(*window, 0) > 0, "window has no tiles");
   if (!check.ok()) return check.error();
 
+  for (const Result& result : {dx_rows, dw_gate_up, dw_down, window}) AdviseHugePages(*result);
   return Run(kTarget, [&] {
     XlaPool pool(thread_pool);
     cpu::BackwardBuffers buffers;
@@ -245,7 +248,7 @@ ffi::Error Backward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer dy, AnyB
     buffers.db_down = DataOrNull<float>(*db_down);
     buffers.accumulate = accumulate;
     buffers.window = static_cast<float*>(window->untyped_data());
-    buffers.window_rows = DimOf(*window, 0) * cpu::kTile;
+    buffers.window_tiles = DimOf(*window, 0);
     const WeightArguments fprop{gate_up, gate_up_codes, down_dgrad, down_dgrad_codes};
     cpu::MoeBackward(pool, LayerOf(attributes, arguments, fprop, shape, rows), buffers);
   });

@@ -1,5 +1,9 @@
 #include "xla/cpu_support.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace moejax::xla_ffi {
 
 void CheckGroups(Checker& check, const ffi::AnyBuffer& count_E, const ffi::AnyBuffer& start_E, int64_t experts, int64_t rows) {
@@ -58,6 +62,19 @@ void CheckPermutation(Checker& check, const ffi::AnyBuffer& slot_M, const ffi::A
   for (int64_t s = 0; s < slots; ++s) with_row += row[s] != -1;
   check.Require(in_groups == with_row, "row_TxK has rows for " + std::to_string(with_row) + " slots, but the groups hold " +
                                            std::to_string(in_groups) + " rows: the others must be -1");
+}
+
+void AdviseHugePages(const ffi::AnyBuffer& result) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  if (Empty(result) || result.size_bytes() < 4 * kPage) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(result.untyped_data());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + result.size_bytes()) / kPage * kPage;
+  // A system without huge pages refuses, and then nothing is lost.
+  (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)result;
+#endif
 }
 
 }  // namespace moejax::xla_ffi

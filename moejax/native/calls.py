@@ -20,10 +20,11 @@ from moejax import native
 from moejax.config import ActivationConfig
 
 TILE = 128
+_MAX_TILE = 192  # rows of a tile with the remainder that joined it (ffi/cpu/types.h); the handler checks it
 _RECIPES = {"fp32": 0, "bf16": 1, "mxfp8": 2}
 _ACTIVATIONS = {"swiglu": 0, "swiglu_clamped": 1, "swiglu_oai": 2, "geglu": 3}
 
-# Tiles between the dgrad and the wgrad products of the backward: bounds the workspace (a tile holds 128 (2D + 3F) values)
+# Tiles between the dgrad and the wgrad products of the backward: bounds the workspace (a tile holds 192 (2D + 3F) values)
 # and is enough work for many cores. It changes no bits.
 _WINDOW_TILES = 64
 
@@ -199,7 +200,7 @@ def moe_backward(
         ((E, D, F), jnp.float32),
         ((E, 2, F) if has_bias else (0,), jnp.float32),
         ((E, D) if has_bias else (0,), jnp.float32),
-        ((window_tiles, TILE * (2 * D + 3 * F) + 2 * F + D), jnp.float32),
+        ((window_tiles, _MAX_TILE * (2 * D + 3 * F) + 2 * F + D), jnp.float32),
     ]
     arguments = [x, dy, weight, _or_absent(saved, _compute_dtype(recipe)), *_indices(rows), *_biases(biases)]
     arguments += [fprop.gate_up_Ex2xFxD, _or_absent(fprop.gate_up_codes, jnp.uint8)]
