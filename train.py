@@ -69,7 +69,8 @@ def train(run: RunFolder, config: Config) -> None:
     if needs_counting_pass(config):
         print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
     example = split_batch(next(train_iterator(dataset, config)), config.training.micro_batches)
-    step = compile_step(make_step(skeleton, config), state, place_batch(example, mesh))
+    step, products = compile_step(make_step(skeleton, config), state, place_batch(example, mesh))
+    print("expert products in the step:", ", ".join(f"{count} {precision}" for precision, count in products.items()))
 
     log = MetricLog(run.path, finished=finished or 0, tensorboard=config.log.tensorboard)
     progress = Progress(config.training.steps, finished or 0, config.log.every_steps)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from moejax.config import Config
+from moejax.ops.gemms import count_gemms
 
 
 def use_compile_cache(config: Config) -> None:
@@ -24,13 +25,17 @@ def use_compile_cache(config: Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def compile_step(step: Callable, state: Any, batch: Any) -> Callable:
+def compile_step(step: Callable, state: Any, batch: Any) -> tuple[Callable, dict[str, int]]:
     """`step(state, batch)` compiled for these shapes and shardings, its state donated; the next state is sharded as this one.
 
     Calling it with other shapes is an error, so nothing compiles again in the middle of a run.
+
+    Returns:
+      The compiled step, and the number of expert products per precision as read from the program itself (`list_gemms`).
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, batch).compile()
+    traced = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).trace(state, batch)
+    return traced.lower().compile(), count_gemms(traced.jaxpr)
 
 
 def _processor() -> str:
