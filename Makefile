@@ -59,9 +59,9 @@ cuda: $(VENV)/.deps
 	@MOEJAX_CUDA=1 $(INSTALL) $(VENV) moejax
 	@touch $(VENV)/.installed
 
-# What of the CUDA code a machine without a GPU can check: the built module's cubins, and the host tests.
+# What of the CUDA code a machine without a GPU can check: the built module's cubins, and the kernels on the host emulator.
 test-cuda-host: cuda
-	$(PYTHON_RUN) -m pytest -m "not gpu" $(wildcard tests/test_cuda*.py) $(ARGS)
+	MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
 
 lint: $(VENV)/.deps
 	$(PYTHON_RUN) -m ruff check .
