@@ -73,11 +73,14 @@ def moe_backward(
 
 def _sizes(x_TxD: jax.Array, rows: Rows, operands: Operands) -> tuple[int, ...]:
     """T, K, E, M, D, F."""
+    slot_M, row_TxK, _, _ = _indices(rows)
     E, D, F = operands.down_ExDxF.shape
-    return x_TxD.shape[0], rows.row_TxK.shape[1], E, rows.slot_M.shape[0], D, F
+    return x_TxD.shape[0], row_TxK.shape[1], E, slot_M.shape[0], D, F
 
 
 def _indices(rows: Rows) -> list[jax.Array]:
+    if rows.slot_M is None or rows.row_TxK is None:
+        raise ValueError("the CUDA layer works on tokens: rows must hold slot_M and row_TxK of the plan")
     return [rows.slot_M, rows.row_TxK, rows.count_E, rows.start_E]
 
 
