@@ -6,6 +6,7 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def _indices(rows: Rows) -> list[jax.Array]:
     return [rows.slot_M, rows.row_TxK, rows.count_E, rows.start_E]
 
 
-def _activation(act: ActivationConfig) -> dict[str, np.float32]:
+def _activation(act: ActivationConfig) -> dict[str, Any]:
     """The kernels know one formula, g sigmoid(alpha g (1 + gamma g^2)) (u + beta) after the clamp (`kernels_cuda/activation.h`)."""
     alpha, beta, gamma = {
         "swiglu": (1.0, 0.0, 0.0),
