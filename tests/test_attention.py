@@ -70,6 +70,18 @@ def test_attention_and_its_gradients_match_fp64_on_packed_rows(block):
         assert relative(a, b) < 1e-6, name
 
 
+def test_a_batch_at_once_on_several_devices_equals_row_by_row_on_one():
+    q, k, v, d_out = arrays()
+    run = jax.jit(with_gradients, static_argnums=5)
+    want = run(q, k, v, packed_segments(), d_out, 16)
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        inputs = (q, k, v, packed_segments(), d_out)
+        got = run(*(jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))) for x in inputs), 16)
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 1e-6
+
+
 def test_bf16_attention_is_as_good_as_its_inputs():
     q, k, v, d_out = arrays(1, jnp.bfloat16)
     segment = packed_segments()
