@@ -152,6 +152,37 @@ def test_accumulated_gradients_stay_on_their_replica_until_reduced(kind):
         assert difference <= 1e-6 * np.linalg.norm(2 * one[name]), name
 
 
+def test_a_stack_of_layers_is_used_in_place_on_every_rank():
+    """Layer 1 of a stack of two, by index, over two ranks and two replicas: as the layer alone on one device."""
+    values = operands(jnp.bfloat16)
+    one = run(spec_of(recipe="bf16"), values)
+    spec = spec_of(2, "expert", recipe="bf16")
+
+    @jax.jit
+    def of_stack(x, weight, expert, gate_up, down, dy):
+        experts = prepare_experts(jnp.stack([-gate_up, gate_up]), jnp.stack([down, down]), spec)
+        buffer = new_accumulator(experts, spec)
+
+        def layer(x, buffer):
+            y, _, buffer = moe_layer(x, weight, expert, experts.of_layer(1), spec, accumulator=buffer)
+            return y, buffer
+
+        (y, _), pullback = jax.vjp(layer, x, buffer)
+        dx, buffer = pullback((dy, buffer))
+        return y, dx, reduce_accumulator(buffer)
+
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        with jax.set_mesh(jax.make_mesh((2, 2), ("data", "expert"), axis_types=(kind,) * 2)):
+            experts = jax.P("expert")
+            placed = {name: jax.device_put(leaf, jax.P(("data", "expert"))) for name, leaf in values.items()}
+            placed |= {name: jax.device_put(values[name], experts) for name in ("gate_up", "down")}
+            y, dx, total = of_stack(*placed.values())
+        assert np.asarray(y).tobytes() == one["y"].tobytes() and np.asarray(dx).tobytes() == one["dx"].tobytes()
+        assert not np.asarray(total.w_down_ExDxF[0]).any()
+        for leaf, want in ((total.w_gate_up_Ex2xFxD, one["d_gate_up"]), (total.w_down_ExDxF, one["d_down"])):
+            assert np.linalg.norm(np.asarray(leaf[1]) - want) <= 1e-6 * np.linalg.norm(want)
+
+
 def test_a_mesh_that_does_not_fit_is_refused():
     values = operands(jnp.float32)
     with pytest.raises(ValueError, match="split over 4 ranks of axis 'expert': call under"):

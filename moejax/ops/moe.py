@@ -56,8 +56,8 @@ def moe_ffn(
       x_TxD: FP32 or BF16 tokens of this rank.
       weight_TxK: FP32 combine weights.
       plan: from `schedule`, for the same tokens.
-      experts: from `prepare_experts`; experts of this rank. Plain masters work too: their copies are then made on every
-      call.
+      experts: from `prepare_experts`; experts of this rank, or one layer of a stack of them (`ExpertWeights.of_layer`).
+        Plain masters work too: their copies are then made on every call.
       spec: static description of the layer.
       accumulator: FP32 buffers shaped like the masters. They come back unchanged beside y, and it is the cotangent that
         accumulates: give the buffer as cotangent of the second output, and the cotangent of `accumulator` is buffer +
