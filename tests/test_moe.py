@@ -205,8 +205,18 @@ def test_what_masked_tokens_hold_is_never_read(backend):
     clean = call(spec, (x, weight, *masters, dy), expert)
     if backend == "dense":  # it runs masked tokens too; finite dirt must not matter
         dirty = [np.where(masked[:, None], 1e3, leaf) for leaf in (x, dy)]
-    for name, a, b in zip(NAMES, call(spec, (dirty[0], weight, *masters, dirty[1]), expert), clean):
+    dirty_weight = np.where(masked[:, None], np.nan, weight).astype(np.float32)
+    for name, a, b in zip(NAMES, call(spec, (dirty[0], dirty_weight, *masters, dirty[1]), expert), clean):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
+
+
+@pytest.mark.parametrize("backend", ["dense", "xla"])
+def test_a_batch_without_tokens_gives_no_rows_and_zero_gradients(backend):
+    x, weight, *masters, dy = operands(tokens=0)
+    y, *grads = call(spec_of(backend=backend), (x, weight, *masters, dy), np.zeros((0, 2)))
+    assert y.shape == x.shape
+    for name, grad, leaf in zip(NAMES[1:], grads, (x, weight, *masters)):
+        assert grad.shape == leaf.shape and not np.any(grad), name
 
 
 def test_weights_are_neither_normalised_nor_scaled():

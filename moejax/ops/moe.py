@@ -75,8 +75,11 @@ def moe_ffn(
                 "a stack of experts without copies: call prepare_experts on the stack, once, outside the layer scan"
             )
         experts = add_copies(experts, spec)
-    operands = vary_alike((x_TxD, weight_TxK, plan, experts, accumulator))
-    y_TxD, accumulator = _ffn(spec, *operands)
+    x_TxD, weight_TxK, plan, experts, accumulator = vary_alike((x_TxD, weight_TxK, plan, experts, accumulator))
+    if x_TxD.shape[0] == 0:  # not a row to gather, and gathering from nothing is refused
+        y_TxD = x_TxD
+    else:
+        y_TxD, accumulator = _ffn(spec, x_TxD, weight_TxK, plan, experts, accumulator)
     return y_TxD if accumulator is None else (y_TxD, accumulator)
 
 
@@ -217,7 +220,10 @@ def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
         with jax.named_scope("moe_experts"):
             y_MxD, saved = backend.forward(x_MxD, plan, experts, spec)
         with jax.named_scope("moe_combine"):
-            y_TxD = _sum_slots(_slots(y_MxD, plan, spec), weight_TxK).astype(x_TxD.dtype)
+            # 0 * NaN is NaN: the weight of a slot without a row is as unread as its value
+            used_TxK = return_slots(plan.row_TxK >= 0, plan.row_TxK, spec)
+            used_weight_TxK = jnp.where(used_TxK, weight_TxK, 0.0)
+            y_TxD = _sum_slots(_slots(y_MxD, plan, spec), used_weight_TxK).astype(x_TxD.dtype)
     saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, GATE_UP_NAME), saved)
     return (y_TxD, accumulator), (*residuals, saved)
 
