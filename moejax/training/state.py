@@ -58,10 +58,10 @@ def model_class(module: str) -> type:
     """The class that `module:Class` names.
 
     Raises:
-      ValueError: not of that form, no such module, or no such class in it.
+      ValueError: not of that form, no such module, no such class in it, or a class that is no Flax module.
     """
     path, _, name = module.partition(":")
-    if not path or not name:
+    if not path or not name or not all(part.isidentifier() for part in [*path.split("."), name]):
         raise ValueError(f"model.module is '{module}': write it as module:Class, such as models.decoder:Decoder")
     try:
         found = importlib.import_module(path)
@@ -71,9 +71,11 @@ def model_class(module: str) -> type:
         raise ValueError(
             f"model.module is '{module}': there is no module '{path}' here or on the Python path"
         ) from error
-    if not hasattr(found, name):
+    if not isinstance(cls := getattr(found, name, None), type):
         raise ValueError(f"model.module is '{module}': {path} has no class '{name}'")
-    return getattr(found, name)
+    if not issubclass(cls, nnx.Module):
+        raise ValueError(f"model.module is '{module}': {name} is not a Flax module (flax.nnx.Module)")
+    return cls
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
