@@ -8,6 +8,9 @@ model's name.
 import dataclasses
 from typing import Any, Literal
 
+MAX_SEED = 2**32 - 1  # JAX keeps 32 bits of a seed and drops the rest in silence
+MAX_BPE_VOCABULARY = 2**20  # the tokenizers library allocates it at once, and aborts the process where it can't
+
 
 def _field(
     default: Any,
@@ -151,9 +154,11 @@ class DataConfig:
         "byte",
         "'byte', 'bpe' (trained on the source), or the path of a tokenizer.json; prepared tokens bring their own",
     )
-    vocab_size: int = _field(4096, "vocabulary to train when tokenizer is 'bpe'; ignored otherwise", low=259)
+    vocab_size: int = _field(
+        4096, "vocabulary to train when tokenizer is 'bpe'; ignored otherwise", low=259, high=MAX_BPE_VOCABULARY
+    )
     cache_dir: str = _field(".cache/data", "folder for tokenised, memory-mapped data, keyed by content", numerics=False)
-    seed: int = _field(0, "seed of the epoch permutations", low=0)
+    seed: int = _field(0, "seed of the epoch permutations", low=0, high=MAX_SEED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +188,7 @@ class TrainingConfig:
     global_batch: int = _field(16, "sequences per optimizer step, over all devices and micro-batches (B)", low=1)
     micro_batches: int = _field(1, "gradient-accumulation steps; divides global_batch", low=1)
     sequence_length: int = _field(256, "tokens per sequence (L)", low=1)
-    seed: int = _field(0, "seed of the initial weights", low=0)
+    seed: int = _field(0, "seed of the initial weights", low=0, high=MAX_SEED)
     remat: Literal["none", "layer", "minimal"] = _field(
         "none",
         "none: keep all; minimal: recompute layers but keep the named tensors; layer: recompute all but the schedule",

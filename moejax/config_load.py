@@ -24,6 +24,8 @@ import yaml
 from moejax.config import Config
 from moejax.config_check import problems
 
+_INT32_MAX = 2**31 - 1
+
 
 class ConfigError(ValueError):
     """A config that cannot be used. The message has one line for each problem, and each names its key."""
@@ -220,6 +222,8 @@ def _out_of_bounds(value: Any, bounds: Mapping[str, Any]) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ""
     low, above, high, below = (bounds.get(name) for name in ("low", "above", "high", "below"))
+    if high is None and isinstance(value, int) and value > _INT32_MAX:
+        high = _INT32_MAX  # a size or a number of steps; programs count in int32
     fits = (
         math.isfinite(value)
         and (low is None or value >= low)

@@ -14,6 +14,7 @@ import tokenizers
 
 from moejax.config import DataConfig
 from moejax.data import DataError, load_tokenizer, open_dataset
+from moejax.data.prepare import main as prepare_command
 from moejax.data.tokenizer import ByteTokenizer, train_bpe
 
 TEXTS = {"b.txt": "zwei Äpfel\n", "a.md": "# one\n\ntwo\n", "deep/er/c.py": "x = 'é€😀'\n", "d.txt": "no end of line"}
@@ -121,6 +122,7 @@ def test_the_text_key_chooses_the_field(tmp_path):
         ("r.jsonl", b'{"text": "a"}\n{"text": \n', "r.jsonl line 2: not a JSON record"),
         ("r.jsonl", b'{"text": "\\ud800"}\n', "r.jsonl line 1: 'text' holds half of a surrogate pair"),
         ("r.jsonl", b"\xff\xfe\n", "r.jsonl line 1: not a JSON record"),
+        ("r.jsonl", b"[" * 200_000 + b"\n", "r.jsonl line 1: not a JSON record"),
         ("r.jsonl", b"\n\n", "holds no text"),
         ("r.jsonl", b'{"text": ""}\n', "holds no text"),
     ],
@@ -312,3 +314,11 @@ def test_prepare_writes_a_folder_that_is_a_source(tmp_path):
     assert np.array_equal(ready.train.tokens, direct.train.tokens)
     again = subprocess.run([*command[:5], str(moved)], capture_output=True, text=True, timeout=120)
     assert again.returncode == 2 and again.stderr.startswith("error: --out: ") and again.stderr.count("\n") == 1
+
+
+def test_a_bpe_vocabulary_too_large_to_allocate_is_one_line(tmp_path, capsys):
+    source = make_folder(tmp_path / "in", TEXTS)
+    out = str(tmp_path / "out")
+    code = prepare_command([str(source), "--out", out, "--tokenizer", "bpe", "--vocab-size", "99999999999"])
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("error: --vocab-size is 99999999999; at most ") and said.count("\n") == 1

@@ -9,6 +9,7 @@ import argparse
 import pathlib
 import sys
 
+from moejax.config import MAX_BPE_VOCABULARY
 from moejax.data.build import write
 from moejax.data.sources import DataError, open_source
 from moejax.data.store import read_store
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
             raise DataError(
                 f"--vocab-size is {options.vocab_size}; the 256 bytes, BOS and EOS need at least 259 with one merge"
             )
+        if options.vocab_size > MAX_BPE_VOCABULARY:
+            raise DataError(f"--vocab-size is {options.vocab_size}; at most {MAX_BPE_VOCABULARY} can be trained")
         named = {"byte": ByteTokenizer(), "bpe": None}
         tokenizer = named[options.tokenizer] if options.tokenizer in named else load_tokenizer(options.tokenizer)
         source = open_source(options.source, options.text_key)

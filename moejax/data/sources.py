@@ -145,7 +145,7 @@ def _records(name: str, path: pathlib.Path, text_key: str) -> Iterator[tuple[str
             where = f"{path} line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the second: brackets thousands deep
                 raise DataError(f"{where}: not a JSON record ({error})") from None
             if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
                 found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
