@@ -71,17 +71,14 @@ def generate(
             f"allowed has shape {allowed_V.shape} and {allowed_V.sum()} true: expected ({model.vocab_size},), 1 or more"
         )
     graphdef, state = nnx.split(model)
-    how = (temperature > 0, top_k, -1 if stop is None else stop)
-    tokens = _generate(
-        graphdef,
-        how,
-        new_tokens,
-        state,
-        prompt_BxP,
+    how = (new_tokens, temperature > 0, top_k)
+    values = (
         jnp.float32(temperature),
         jax.random.key(seed),
+        jnp.int32(-1 if stop is None else stop),
         jnp.asarray(allowed_V),
     )
+    tokens = _generate(graphdef, how, state, prompt_BxP, *values)
     return np.asarray(tokens)
 
 
@@ -107,12 +104,12 @@ def generate_text(
     return tokenizer.decode(ids[1:] + new[:ended])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graphdef, how, new_tokens, state, prompt_BxP, temperature, key, allowed_V):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _generate(graphdef, how, state, prompt_BxP, temperature, key, stop, allowed_V):
     model = nnx.merge(graphdef, state)
     copies = model.expert_copies()
     batch, prompt_length = prompt_BxP.shape
-    stop = how[2]
+    new_tokens = how[0]
 
     def choose(hidden_BxD, index):
         logits_BxV = jnp.einsum(
@@ -172,7 +169,7 @@ def _whole(model, copies):
 
 
 def _sample(logits_BxV, how, temperature, key):
-    random, top_k, _ = how
+    _, random, top_k = how
     if not random:
         return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
     if top_k is not None:

@@ -77,11 +77,11 @@ def test_a_model_without_a_cache_gives_the_same_text():
 
 def test_sampling_is_seeded_and_compiled_once():
     before = _generate._cache_size()
-    first, again, other = (generate(model(), PROMPT, 7, temperature=1.5, top_k=20, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (generate(model(), PROMPT, 5, temperature=1.5, seed=seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    generate(model(), PROMPT, 7, temperature=0.3, top_k=20, seed=1)
-    assert _generate._cache_size() == before + 1
+    generate(model(), PROMPT, 5, temperature=0.3, seed=1, stop=7)
+    assert _generate._cache_size() <= before + 1
 
 
 def test_top_k_one_and_tiny_temperatures_are_greedy():
@@ -93,10 +93,12 @@ def test_top_k_one_and_tiny_temperatures_are_greedy():
 def test_only_allowed_tokens_appear_and_a_row_ends_at_its_stop():
     allowed = np.zeros(41, bool)
     allowed[[3, 8, 30]] = True
-    got = generate(model(), np.repeat(PROMPT, 8, axis=0), 12, temperature=50.0, stop=8, allowed_V=allowed)
+    got = [generate(model(), PROMPT, 5, temperature=50.0, seed=s, stop=8, allowed_V=allowed) for s in range(8)]
     assert set(np.unique(got)) == {3, 8, 30}
-    for row in got.tolist():
-        assert 8 not in row or set(row[row.index(8) :]) == {8}
+    stopped = [row for row in np.concatenate(got).tolist() if 8 in row[:-1]]
+    assert stopped
+    for row in stopped:
+        assert set(row[row.index(8) :]) == {8}
 
 
 def test_sampled_frequencies_are_the_softmax_of_the_logits():
