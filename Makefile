@@ -62,7 +62,7 @@ cuda: $(VENV)/.deps
 # What of the CUDA code a machine without a GPU can check: the built module's cubins, and the kernels on the host emulator.
 test-cuda-host: cuda
 	@command -v cuobjdump >/dev/null || [ -x /usr/local/cuda/bin/cuobjdump ] || \
-	  $(PYTHON_RUN) -m pip install -qq -c constraints.txt nvidia-cuda-cuobjdump
+	  $(PYTHON_RUN) -m pip install -qq -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	PATH="$$PATH:/usr/local/cuda/bin:$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/bin)" MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
 
 lint: $(VENV)/.deps
