@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from flax import nnx
 
 from moejax.checkpoint import Checkpoints
 from moejax.config_load import config_from_dict
 from moejax.data.tokenizer import Tokenizer, load_tokenizer
 from moejax.training.errors import one_line_errors
+from moejax.training.run import read_stored
 from moejax.training.state import abstract_state, make_skeleton, with_vocabulary
 
 
@@ -193,7 +193,7 @@ def load_run(folder: str | pathlib.Path, step: int | None = None) -> tuple[Any, 
             f"{folder} is no run folder: expected one that train.py made, with config.yaml and checkpoints/"
         )
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    config = with_vocabulary(config_from_dict(yaml.safe_load(stored.read_text())), tokenizer.vocab_size)
+    config = with_vocabulary(config_from_dict(read_stored(stored) or {}), tokenizer.vocab_size)
     with _unused(folder):
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep)
         state, _ = checkpoints.restore(abstract_state(config), step)

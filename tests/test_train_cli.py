@@ -246,6 +246,26 @@ def test_changed_corpus_is_refused(undisturbed, capsys, monkeypatch, tmp_path):
     assert "text changed" in said
 
 
+DAMAGE = {
+    "config.yaml": [("{{", "can't be read"), ("", "damaged: expected keys")],
+    "data.json": [("{", "can't be read"), ("[1]", "damaged: expected keys")],
+    "summary.json": [("{", "can't be read"), ('{"steps": 99}', "damaged: it has no active_parameters")],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_of_the_run_is_named(name, undisturbed, capsys, monkeypatch, tmp_path):
+    folder, path, _, _ = undisturbed
+    copy = tmp_path / "runs" / "tiny"
+    shutil.copytree(folder / "runs" / "tiny", copy)
+    if name != "summary.json":
+        (copy / "summary.json").unlink()
+    for text, words in DAMAGE[name]:
+        (copy / name).write_text(text)
+        said = say(capsys, monkeypatch, folder, path, f"run_dir={copy}")
+        assert str(copy / name) in said and words in said, said
+
+
 def test_folder_in_use_is_refused(undisturbed, capsys, monkeypatch):
     folder, path, _, _ = undisturbed
     with open(folder / "runs/tiny/.lock", "w") as lock:

@@ -13,7 +13,7 @@ import pytest
 
 from moejax.training import report
 from moejax.training.evaluate import HeldOut
-from moejax.training.metrics import MetricLog, Progress, duration, read_records, step_record
+from moejax.training.metrics import MetricLog, MetricsError, Progress, duration, read_records, step_record
 
 
 def fetched(step, experts=5, layers=2):
@@ -134,3 +134,12 @@ def _decode(png):
         ">I", png[start + size : start + size + 4]
     )[0]
     return rows[:, 1:].reshape(height, width, 3)
+
+
+@pytest.mark.parametrize("line", [b"garbage", b"[1]", b'{"a": 1}', b"\xff"])
+def test_a_line_that_is_no_record_is_named(line, tmp_path):
+    whole = b'{"step": 1, "loss": 2.0, "tokens": 3, "seconds": 0.5}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(whole + line + b"\n")
+    with pytest.raises(MetricsError, match="metrics.jsonl( line 2)? is damaged"):
+        MetricLog(tmp_path, finished=2, tensorboard=False)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole + line + b"\n"

@@ -15,15 +15,35 @@ from typing import Any, TextIO
 import numpy as np
 
 
+class MetricsError(RuntimeError):
+    """The metrics of a run can't be read. The message is one line for the user."""
+
+
 def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a metrics file, in order; a last line cut off by a crash is left out."""
+    """The whole records of a metrics file, in order; a last line cut off by a crash is left out.
+
+    Raises:
+      MetricsError: a line is no record; names file and line.
+    """
     try:
         with open(path, encoding="utf-8") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.endswith("\n"):
-                    yield json.loads(line)
+                    yield _record(line, f"{path} line {number}")
     except FileNotFoundError:
         return
+    except UnicodeDecodeError as error:
+        raise MetricsError(f"{path} is damaged: {error}; remove what is no record") from error
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not {"step", "loss", "tokens", "seconds"} <= record.keys():
+        raise MetricsError(f"{where} is damaged: expected the record of a step, found {line.strip()[:60]!r}; remove it")
+    return record
 
 
 class MetricLog:

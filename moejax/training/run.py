@@ -19,6 +19,11 @@ from moejax.config import Config
 from moejax.config_load import config_to_dict, numerics_diff
 from moejax.data import Dataset
 
+SUMMARY_KEYS = {
+    *("heldout_nats_per_byte", "heldout_bits_per_byte", "heldout_bytes", "steps", "tokens", "tokens_per_second"),
+    *("seconds", "parameters", "active_parameters"),
+}
+
 
 class RunError(RuntimeError):
     """The run folder can't be used as asked. The message is one line for the user."""
@@ -64,10 +69,12 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """`summary.json` if the run has finished, else None."""
-        try:
-            return json.loads((self.path / "summary.json").read_text())
-        except FileNotFoundError:
-            return None
+        found = read_stored(self.path / "summary.json")
+        if found is not None and (missing := SUMMARY_KEYS - found.keys()):
+            raise RunError(
+                f"{self.path / 'summary.json'} is damaged: it has no {min(missing)}; delete it to score again"
+            )
+        return found
 
     def write(self, name: str, text: str) -> pathlib.Path:
         """Writes a file of the run so that it is whole or absent; returns its path."""
@@ -84,8 +91,7 @@ class RunFolder:
           RunError: the corpus is another one. Its position in the data would point at other text.
         """
         now = {"corpus": dataset.folder.name, "train_tokens": len(dataset.train.tokens)}
-        path = self.path / "data.json"
-        if self.started and path.exists() and json.loads(path.read_text()) != now:
+        if self.started and read_stored(self.path / "data.json") not in (None, now):
             raise RunError(
                 f"the text changed since {self.path} began: bring it back, choose another folder with run_dir=…, "
                 f"or delete {self.path}"
@@ -98,10 +104,9 @@ class RunFolder:
         self.write("summary.json", json.dumps(values, indent=2) + "\n")
 
     def _check_or_store(self, config: Config) -> None:
-        stored = self.path / "config.yaml"
         self.started = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        if self.started and stored.exists():
-            changed = numerics_diff(yaml.safe_load(stored.read_text()), config)
+        if self.started and (stored := read_stored(self.path / "config.yaml")) is not None:
+            changed = numerics_diff(stored, config)
             if changed:
                 raise RunError(
                     f"{self.path} holds a run with another config: {'; '.join(changed)}. "
@@ -111,3 +116,21 @@ class RunFolder:
             self.write("config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
         except OSError as error:
             raise RunError(f"can't write to the run folder {self.path}: {error.strerror}") from error
+
+
+def read_stored(path: pathlib.Path) -> dict[str, Any] | None:
+    """The keys and values of a JSON or YAML file of a run folder, or None if it isn't there.
+
+    Raises:
+      RunError: it can't be read, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunError(f"{path} can't be read: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path} is damaged: expected keys with values, found {str(values)[:60]!r}")
+    return values
