@@ -147,6 +147,11 @@ class Checkpoints:
         for part in ("state", "dataset"):
             if part not in saved:
                 raise CheckpointError(f"checkpoint {step} in {self.folder} has no '{part}': it has {sorted(saved)}")
+        if not named_leaves(saved["state"]):  # Orbax gives an empty tree where it can't read one
+            raise CheckpointError(
+                f"checkpoint {step} in {self.folder} is damaged: its list of arrays can't be read. "
+                f"Delete {self.folder / str(step)} to go on from the one before it"
+            )
 
         expected = named_leaves(abstract)
         _compare(expected, named_leaves(saved["state"]), f"checkpoint {step} in {self.folder}")

@@ -1,6 +1,7 @@
 """Checkpoints: what is restored is what was saved, and everything else is an error that says what is wrong."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -149,6 +150,13 @@ def test_damaged_checkpoint_is_an_error_of_one_line(saved):
     with pytest.raises(CheckpointError) as error:
         saved.restore(jax.eval_shape(lambda: small_state(0)))
     assert "\n" not in str(error.value) and "checkpoint 3" in str(error.value)
+
+
+def test_a_checkpoint_without_its_arrays_is_called_damaged_and_says_what_to_delete(saved):
+    shutil.rmtree(saved.folder / "3" / "state" / "d")
+    with pytest.raises(CheckpointError, match="is damaged: .*Delete ") as caught:
+        saved.restore(jax.eval_shape(lambda: small_state(0)))
+    assert f"Delete {saved.folder / '3'} " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_failed_write_is_reported_and_leaves_the_last_checkpoint(tmp_path):

@@ -29,6 +29,7 @@ def one_line_errors() -> Iterator[Outcome]:
         return
     # Orbax logs a stack trace for a failed write in the background; the error itself reaches us through CheckpointError.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the other arrays of a checkpoint whose first failed
     try:
         yield outcome
     except KeyboardInterrupt:
