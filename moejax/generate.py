@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.checkpoint import Checkpoints
+from moejax.config import MAX_SEED
 from moejax.config_load import config_from_dict
 from moejax.data.tokenizer import Tokenizer, load_tokenizer
 from moejax.training.errors import one_line_errors
@@ -59,10 +60,12 @@ def generate(
     prompt_BxP = jnp.asarray(prompt_BxP, jnp.int32)
     if prompt_BxP.ndim != 2 or prompt_BxP.shape[1] == 0:
         raise ValueError(f"the prompt has shape {prompt_BxP.shape}: expected (rows, at least 1 token)")
-    if new_tokens < 1:
-        raise ValueError(f"{new_tokens} new tokens asked for: expected at least 1")
-    if not (np.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature}: expected a number of at least 0 (0: the most likely token)")
+    if not 1 <= new_tokens < 2**31 - prompt_BxP.shape[1]:  # positions are int32
+        raise ValueError(f"{new_tokens} new tokens asked for: expected at least 1, and fewer than 2^31 with the prompt")
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed}: expected 0..{MAX_SEED}")
+    if temperature != 0 and not 1e-6 <= temperature <= 1e6:  # beyond, logits / temperature is no FP32 number
+        raise ValueError(f"temperature is {temperature}: expected 0 (the most likely token) or 1e-6..1e6")
     if top_k is not None and not 1 <= top_k <= model.vocab_size:
         raise ValueError(f"top_k is {top_k}: expected 1..{model.vocab_size}, the vocabulary")
     allowed_V = np.ones(model.vocab_size, bool) if allowed_V is None else np.asarray(allowed_V, bool)
@@ -93,6 +96,10 @@ def generate_text(
     seed: int = 0,
 ) -> str:
     """`prompt` and its continuation, as the beginning of a document; ends early where the model ends the document."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        raise ValueError(f"the prompt {prompt[:40]!a} is not UTF-8 text") from None
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     allowed_V = np.arange(model.vocab_size) < tokenizer.vocab_size  # a model may have more ids than its tokenizer
     allowed_V[tokenizer.bos] = tokenizer.bos == tokenizer.eos

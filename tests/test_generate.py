@@ -115,7 +115,13 @@ def test_sampled_frequencies_are_the_softmax_of_the_logits():
     ("changes", "message"),
     [
         ({"new_tokens": 0}, "0 new tokens"),
+        ({"new_tokens": 2**31}, "2147483648 new tokens"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**32}, r"seed is 4294967296: expected 0\.\.4294967295"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e300}, r"temperature is 1e\+300"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"temperature": np.nan}, "temperature is nan"),
         ({"top_k": 42}, r"top_k is 42: expected 1\.\.41"),
         ({"prompt": np.zeros((1, 0))}, "at least 1 token"),
         ({"allowed_V": np.zeros(41)}, "0 true"),
@@ -156,6 +162,8 @@ def test_the_command_says_in_one_line_what_is_wrong(run_folder, tmp_path, capsys
     assert "is no run folder" in capsys.readouterr().err
     assert main([str(folder), "--step", "8"]) == 1
     assert "no checkpoint 8" in capsys.readouterr().err
+    assert main([str(folder), "--prompt", "caf\udce9"]) == 1  # how Python hands on a byte that is no UTF-8
+    assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_run_that_is_being_trained_is_left_alone(run_folder):
