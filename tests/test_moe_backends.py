@@ -59,3 +59,10 @@ def test_the_choice_is_logged_once_with_the_reason(caplog, monkeypatch):
     resolve_backend.cache_clear()
     (record,) = caplog.records
     assert "backend xla" in record.message and "not native: it is not part of this installation" in record.message
+
+
+@pytest.mark.parametrize("field", ["wgrad", "mx_mode", "save", "drop_policy"])
+def test_a_choice_that_does_not_exist_is_refused(field):
+    spec = MoESpec(num_experts=4, d_model=8, expert_width=16).replace(**{field: "fast"})
+    with pytest.raises(ValueError, match=f"{field} is 'fast'; expected '"):
+        resolve_backend(spec)

@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import logging
 import types
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +86,15 @@ def check_spec(spec: MoESpec) -> None:
     """Checks the rules that hold in every backend.
 
     Raises:
-      ValueError: a width is not a multiple of the recipe's unit, the experts do not divide, an activation field is
-      missing.
+      ValueError: a width is not a multiple of the recipe's unit, the experts do not divide, a choice is
+      no option of its field, an activation field is missing.
     """
     for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
         check_width(field, width, spec.recipe)
+    kinds = typing.get_type_hints(MoESpec)
+    for field in ("wgrad", "mx_mode", "save", "drop_policy"):
+        if (value := getattr(spec, field)) not in (allowed := typing.get_args(kinds[field])):
+            raise ValueError(f"{field} is {value!r}; expected {' or '.join(map(repr, allowed))}")
     if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
         raise ValueError(
             f"num_experts is {spec.num_experts} over {spec.ranks} expert ranks: the ranks must divide the experts"
