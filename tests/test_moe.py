@@ -305,6 +305,15 @@ def test_copies_are_made_on_the_spot_from_plain_masters_and_carry_no_gradient():
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def test_a_program_that_allows_64_bit_types_gets_the_same_layer():
+    values, expert = operands(tokens=9), routings()["masked tokens"][:9]
+    want = call(spec_of(), values, expert)
+    with jax.enable_x64(True):
+        got = call(spec_of(), values, expert)
+    for name, a, b in zip(NAMES, got, want):
+        assert a.dtype == b.dtype and relative(a, b) < 1e-6, name
+
+
 def test_bad_arguments_are_refused_by_name():
     x, weight, *masters, _ = (jnp.asarray(leaf) for leaf in operands())
     spec = spec_of()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.ops.experts import ExpertWeights
 from moejax.ops.gemms import gemm_scope
@@ -119,7 +120,7 @@ def take_expert(tree: Any, index: jax.Array, layer: jax.Array | None) -> Any:
 
     def take(leaf):
         rest = leaf.shape[len(start) :]
-        block = jax.lax.dynamic_slice(leaf, start + (0,) * len(rest), (1,) * len(start) + rest)
+        block = jax.lax.dynamic_slice(leaf, start + (np.int32(0),) * len(rest), (1,) * len(start) + rest)
         return block.reshape(rest)
 
     return jax.tree.map(take, tree)
@@ -131,7 +132,7 @@ def put_expert(tree: Any, values: Any, index: jax.Array, layer: jax.Array | None
 
     def put(leaf, value):
         block = value.reshape((1,) * len(start) + value.shape)
-        return jax.lax.dynamic_update_slice(leaf, block, start + (0,) * value.ndim)
+        return jax.lax.dynamic_update_slice(leaf, block, start + (np.int32(0),) * value.ndim)
 
     return jax.tree.map(put, tree, values)
 
