@@ -93,7 +93,9 @@ def report_html(records: Sequence[dict], values: dict[str, Any], sample: str, co
 
 def _table(values: dict[str, Any]) -> str:
     def show(value: Any) -> str:
-        return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
 
     rows = (
         f"<tr><th>{html.escape(name.replace('_', ' '))}</th><td>{show(value)}</td></tr>"
@@ -126,7 +128,7 @@ def _lines(step: list[int], series: dict[str, list[float]], unit: str, *, smooth
         for t in ticks
     )
     grid += "".join(
-        f'<text x="{x_at(t):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{_short(t)}</text>'
+        f'<text x="{x_at(t):.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{_short(t)}</text>'
         for t in _ticks(first, last)
         if first <= t <= last
     )
@@ -149,7 +151,7 @@ def _lines(step: list[int], series: dict[str, list[float]], unit: str, *, smooth
     key = f'<p class="key">{" &#160; ".join(legend)}</p>' if len(series) > 1 else ""
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{grid}{"".join(drawn)}'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 1}">step &#8594; &#160; {html.escape(unit)}</text></svg>{key}'
+        f'<text x="{_LEFT}" y="{_HEIGHT - 4}">step &#8594; &#160; {html.escape(unit)}</text></svg>{key}'
     )
 
 
