@@ -11,6 +11,8 @@ OLDEST_TESTS = $(addprefix tests/, test_config.py test_data_packing.py test_rout
   test_native_module.py test_native_layer.py test_native_transforms.py test_native_errors.py test_training_step.py)
 NATIVE_SOURCES := $(shell find CMakeLists.txt cmake ffi kernels_cuda -type f 2>/dev/null)
 INSTALL = scripts/install.sh
+# One process per core of the smallest machine; a file stays in one process, so that it compiles its programs once.
+WORKERS ?= -n 2 --dist loadfile
 
 .PHONY: help setup train test test-all test-oldest cuda test-cuda-host lint sanitize bench-cpu lock
 
@@ -39,10 +41,10 @@ train: $(VENV)/.installed
 	$(PYTHON_RUN) train.py configs/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.installed
-	$(PYTHON_RUN) -m pytest $(ARGS)
+	$(PYTHON_RUN) -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.installed
-	$(PYTHON_RUN) -m pytest --slow $(ARGS)
+	$(PYTHON_RUN) -m pytest $(WORKERS) --slow $(ARGS)
 
 $(OLDEST_VENV)/.deps: pyproject.toml constraints.txt scripts/install.sh scripts/requirements.py
 	@JAX_PIN=$(OLDEST_JAX) $(INSTALL) $(OLDEST_VENV) deps
@@ -53,7 +55,7 @@ $(OLDEST_VENV)/.installed: $(OLDEST_VENV)/.deps $(NATIVE_SOURCES) moejax/__init_
 	@touch $@
 
 test-oldest: $(OLDEST_VENV)/.installed
-	$(OLDEST_VENV)/bin/python -m pytest $(OLDEST_TESTS) $(ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest $(WORKERS) $(OLDEST_TESTS) $(ARGS)
 
 cuda: $(VENV)/.deps
 	@MOEJAX_CUDA=1 $(INSTALL) $(VENV) moejax
