@@ -33,3 +33,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run by `make test-all` (pytest --slow)"))
         if "gpu" in item.keywords and gpu_reason:
             item.add_marker(pytest.mark.skip(reason=gpu_reason))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Lists the numeric cases that passed by id: a run in several processes prints only dots for them."""
+    passed = [
+        r.nodeid for r in terminalreporter.stats.get("passed", []) if r.when == "call" and "::test_case[" in r.nodeid
+    ]
+    if passed:
+        terminalreporter.section(f"numeric cases passed: {len(passed)}")
+        for nodeid in sorted(passed):
+            terminalreporter.line(nodeid.partition("::")[2])
