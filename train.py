@@ -1,7 +1,7 @@
 """Trains a mixture-of-experts language model: one config, one command.
 
     python train.py configs/quickstart.yaml
-    python train.py configs/quickstart.yaml training.steps=200 moe.num_experts=32
+    python train.py configs/quickstart.yaml run_dir=runs/wide training.steps=200 moe.num_experts=32
     python train.py --help
 
 Give the same command again after an interruption and the run continues; a finished run prints its summary. A recipe to copy
