@@ -3,9 +3,9 @@
 Run:    python -m benchmarks.cpu_moe            # a few minutes on 2 cores; appends to benchmarks/results/<machine>/cpu_moe.jsonl
 Shapes: E32 D256 F512 K1, 4096 tokens, random routing (docs/design.md, benchmark protocol), and three others of SHAPES.
 
-moejax' forward includes the schedule, dispatch and combine and writes its residuals; the peers get rows that are already sorted
-and do none of that. `backward` runs on saved residuals, `step` is both in one program. All of them run in turn in one process,
-so the ratios hold even where the times do not; each figure is a median.
+moejax' forward includes the schedule, dispatch and combine and writes its residuals (weights and x stay where they are);
+the peers get rows that are already sorted and do none of that. `backward` runs on saved residuals, `step` is both in one
+program. All of them run in turn in one process, so the ratios hold even where the times do not; each figure is a median.
 """
 
 import argparse
@@ -52,11 +52,10 @@ SHAPES = (
 PASSES = ("forward", "backward", "step")
 
 
-def moejax_layer(spec, x, weight, expert, w_gate_up, w_down, copies):
-    """Schedule, dispatch, products, combine; copies are made outside, as in a training step."""
+def moejax_layer(spec, expert, x, weight, w_gate_up, w_down):
+    """Schedule, dispatch, products, combine."""
     plan = schedule(expert, spec)
-    experts = prepare_experts(w_gate_up, w_down, spec) if copies is None else copies
-    return moe_ffn(x, weight, plan, experts, spec)
+    return moe_ffn(x, weight, plan, prepare_experts(w_gate_up, w_down, spec), spec)
 
 
 def ragged_layer(group_sizes, x_sorted, w_gate, w_up, w_down):
@@ -66,28 +65,66 @@ def ragged_layer(group_sizes, x_sorted, w_gate, w_up, w_down):
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, w_down, group_sizes)
 
 
-def dense_layer(x, w_gate, w_up, w_down):
+def dense_layer(_, x, w_gate, w_up, w_down):
     """Three dense products of the same FLOPs."""
     return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
 
-def passes(function, *operands):
-    """Compiled forward (with residuals), backward and both, as functions without arguments."""
-    forward = jax.jit(lambda *args: jax.vjp(function, *args))
-    y, pullback = forward(*operands)
+def passes(function, routing, *operands):
+    """Compiled forward (with residuals), backward and both, as functions without arguments.
+
+    Args:
+      function: (routing, *operands) to y, differentiable in the operands.
+      routing: int32 array that says which rows belong to which expert; an argument of the compiled programs, so that
+        none of the work on it is done at compile time.
+    """
+
+    def forward_and_pullback(routing, *operands):
+        return jax.vjp(functools.partial(function, routing), *operands)
+
+    forward, complete = without_inputs(forward_and_pullback, routing, *operands)
+    y, pullback = complete(forward())
     dy = jax.random.normal(jax.random.key(9), y.shape, y.dtype)
     backward = jax.jit(lambda pullback, dy: pullback(dy))
 
     @jax.jit
-    def step(dy, *args):
-        y, pullback = jax.vjp(function, *args)
+    def step(dy, routing, *operands):
+        y, pullback = forward_and_pullback(routing, *operands)
         return y, pullback(dy)  # y too: without it the last product would go as dead code
 
     return {
-        "forward": lambda: forward(*operands),
+        "forward": forward,
         "backward": lambda: backward(pullback, dy),
-        "step": lambda: step(dy, *operands),
+        "step": lambda: step(dy, routing, *operands),
     }
+
+
+def without_inputs(function, *args):
+    """`function(*args)` compiled without those results that are its own arguments.
+
+    Residuals such as weights are kept by reference. A compiled program that returned an argument would copy it, which no
+    training step does and which took as long as the products here.
+
+    Returns:
+      A function without arguments that computes the other leaves of the result, and one that makes the result from them.
+    """
+    program, result = jax.make_jaxpr(function, return_shape=True)(*args)
+    inputs = jax.tree.leaves(args)
+    source = [
+        next((i for i, argument in enumerate(program.jaxpr.invars) if argument is leaf), None)
+        for leaf in program.jaxpr.outvars
+    ]
+
+    @jax.jit
+    def compute(*args):
+        return [leaf for leaf, at in zip(jax.tree.leaves(function(*args)), source, strict=True) if at is None]
+
+    def complete(computed):
+        computed = iter(computed)
+        leaves = [next(computed) if at is None else inputs[at] for at in source]
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+    return lambda: compute(*args), complete
 
 
 def build(recipe: str, shape: Shape) -> dict[str, dict]:
@@ -111,20 +148,15 @@ def build(recipe: str, shape: Shape) -> dict[str, dict]:
             print(f"skipped moejax-{backend}: {refusal}")
             continue
         layer = functools.partial(moejax_layer, spec)
-        built[f"moejax-{backend}"] = passes(
-            lambda x, weight, gate_up, down, layer=layer: layer(x, weight, expert, gate_up, down, None),
-            x, weight, w_gate_up, w_down,
-        )  # fmt: skip
+        built[f"moejax-{backend}"] = passes(layer, expert, x, weight, w_gate_up, w_down)
 
     dtype = x.dtype
     order = jnp.argsort(expert.reshape(-1), stable=True)
     x_sorted = x[order // K]
     group_sizes = jnp.bincount(expert.reshape(-1), length=E).astype(jnp.int32)
     transposed = [jnp.swapaxes(w, 1, 2).astype(dtype) for w in (w_gate_up[:, 0], w_gate_up[:, 1], w_down)]
-    built[f"jax-ragged_dot-{jax.__version__}"] = passes(
-        functools.partial(ragged_layer, group_sizes), x_sorted, *transposed
-    )
-    built["dense"] = passes(dense_layer, x_sorted, *[w[0] for w in transposed])
+    built[f"jax-ragged_dot-{jax.__version__}"] = passes(ragged_layer, group_sizes, x_sorted, *transposed)
+    built["dense"] = passes(dense_layer, group_sizes, x_sorted, *[w[0] for w in transposed])
     return built
 
 
