@@ -107,6 +107,17 @@ class MoEConfig:
     backend: Literal["dense", "xla", "native", "megakernel"] | None = _field(
         None, "none: the fastest that can run the shape here, logged once"
     )
+    transport: Literal["all_gather", "all_to_all", "ragged_all_to_all"] | None = _field(
+        None,
+        "how rows travel over the expert axis; none: the one that moves fewer bytes, logged once. ragged_all_to_all needs GPUs",
+        numerics=False,
+    )
+    minibatch_rows: int | None = _field(
+        None,
+        "rows a rank computes at a time with all_to_all, a multiple of 128; none: 1.25 times the balanced share",
+        low=128,
+        numerics=False,
+    )
     save: Literal["auto", "recompute", "gate_up"] = _field(
         "auto",
         "what the expert layer keeps for its backward; auto: recompute under remat or expert parallelism",
@@ -222,6 +233,23 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes. With nothing set: what Slurm, Open MPI or Kubernetes say, or one process."""
+
+    coordinator: str | None = _field(None, "host:port of process 0, where no scheduler says it")
+    processes: int | None = _field(None, "number of processes, where no scheduler says it", low=1)
+    process: int | None = _field(None, "number of this process, from 0, where no scheduler says it", low=0)
+    devices: str = _field("auto", "GPUs of this process. auto: one; all: every visible one; or their numbers, '0,1'")
+    cluster: Literal["auto", "none", "mpi4py"] = _field(
+        "auto", "who says it. auto: Slurm, Open MPI or Kubernetes; none: nobody; mpi4py: any MPI that mpi4py works with"
+    )
+    start_seconds: int = _field(300, "how long processes wait for each other at the start", low=1)
+    stall_seconds: int = _field(
+        300, "the run ends if a process is silent, or no step finishes, for so long; 0: never", low=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class LogConfig:
     """What the run prints and writes down."""
 
@@ -245,4 +273,5 @@ class Config:
     training: TrainingConfig = _section(TrainingConfig)
     checkpoint: CheckpointConfig = _section(CheckpointConfig, numerics=False)
     mesh: MeshConfig = _section(MeshConfig, numerics=False)
+    distributed: DistributedConfig = _section(DistributedConfig, numerics=False)
     log: LogConfig = _section(LogConfig, numerics=False)

@@ -18,7 +18,8 @@ A backend that does dispatch and combine itself has, instead of or beside the la
     ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=None)
         -> dx_TxD, d_weight_TxK, d_experts
 
-which `moe_ffn` uses where no transport is needed (R = 1). With `STACKED = True` a backend reads and accumulates one layer of a
+which `moe_ffn` uses where no transport is needed (R = 1). The row-level pair reads `count_E` and `start_E` of the plan alone,
+and runs once per window of rows where a transport cuts them into windows (`transport_exchange.py`). With `STACKED = True` a backend reads and accumulates one layer of a
 stack of experts in place (`ExpertWeights.layer`); others are given a slice.
 """
 
@@ -33,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.ops.activation import check_activation
-from moejax.ops.spec import MoESpec
+from moejax.ops.spec import TILE, MoESpec
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def check_spec(spec: MoESpec) -> None:
     for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
         check_width(field, width, spec.recipe)
     kinds = typing.get_type_hints(MoESpec)
-    for field in ("wgrad", "mx_mode", "save", "drop_policy"):
+    for field in ("wgrad", "mx_mode", "save", "drop_policy", "transport"):
         if (value := getattr(spec, field)) not in (allowed := typing.get_args(kinds[field])):
             raise ValueError(f"{field} is {value!r}; expected {' or '.join(map(repr, allowed))}")
     if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
@@ -101,6 +102,9 @@ def check_spec(spec: MoESpec) -> None:
         )
     if spec.ranks > 1 and spec.axis is None:
         raise ValueError(f"ranks is {spec.ranks} without a mesh axis: set axis to the name of the expert axis")
+    rows = spec.minibatch_rows
+    if rows is not None and (rows < TILE or rows % TILE):
+        raise ValueError(f"minibatch_rows is {rows}; expected a positive multiple of {TILE}, or none")
     check_activation(spec.act)
 
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.ops import backends, tokens
+from moejax.ops import backends, tokens, transport
 from moejax.ops.backends import resolve_backend
+from moejax.ops.exchange_plan import ExchangePlan
 from moejax.ops.experts import ExpertWeights, add_copies, check_experts, prepare_experts
 from moejax.ops.schedule import Plan, schedule
 from moejax.ops.spec import GATE_UP_NAME, MoESpec
-from moejax.ops.transport import gather_tokens, return_slots
-from moejax.ops.varying import vary_alike
+from moejax.ops.varying import vary_alike, zeros_like_varying
 
 __all__ = [
     "DispatchStats",
@@ -130,7 +130,7 @@ def moe_layer(
         run = jax.shard_map(
             functools.partial(_local_layer, spec=spec, mesh=mesh),
             in_specs=(token_spec, token_spec, token_spec, expert_specs, buffer_spec),
-            out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P()), buffer_spec),
+            out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P(), jax.P()), buffer_spec),
         )
         y_TxD, stats, accumulator = run(
             tokens.split(x_BxLxD, 2, mesh, fill=0),
@@ -169,17 +169,19 @@ def reduce_accumulator(accumulator: ExpertWeights) -> ExpertWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchStats:
-    """Rows of every expert, over the whole mesh. All int32; sums, so they add over micro-batches.
+    """Rows of every expert, over the whole mesh. int32 unless said; sums, so they add over micro-batches.
 
     Attributes:
       routed_E: slots that chose the expert.
       count_E: of these, the ones within capacity: what it computed.
       dropped: slots over capacity, all experts.
+      moved_bytes: FP32 bytes that all devices send to others over the expert axis, in one forward and one backward.
     """
 
     routed_E: Any  # Any: in a tree of specs or axes, each is one of those
     count_E: Any
     dropped: Any
+    moved_bytes: Any
 
 
 def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, mesh):
@@ -190,10 +192,11 @@ def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, m
         mine = jax.tree.map(lambda leaf: leaf[0], accumulator)  # the replica axis has one entry on each device
         y_TxD, mine = moe_ffn(x_TxD, weight_TxK, plan, experts, spec, accumulator=mine)
         accumulator = jax.tree.map(lambda leaf: leaf[None], mine)
-    stats = DispatchStats(plan.routed_E, plan.count_E, jnp.sum(plan.routed_E - plan.count_E))
+    moved = transport.load(spec).moved_bytes(plan, spec)
+    stats = DispatchStats(plan.routed_E, plan.count_E, jnp.sum(plan.routed_E - plan.count_E), moved)
     if mesh is not None:
         replica_axes, every_axis = _replica_axes(mesh, spec), mesh.axis_names
-        axes = DispatchStats(routed_E=replica_axes, count_E=replica_axes, dropped=every_axis)
+        axes = DispatchStats(replica_axes, replica_axes, dropped=every_axis, moved_bytes=every_axis)
         stats = DispatchStats(**{name: jax.lax.psum(getattr(stats, name), getattr(axes, name)) for name in vars(axes)})
     return y_TxD, stats, accumulator
 
@@ -215,15 +218,13 @@ def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
     if _fused(backend, spec):
         y_TxD, saved = backend.ffn_forward(x_TxD, weight_TxK, plan, experts, spec)
     else:
-        with jax.named_scope("moe_dispatch"):
-            x_MxD = _rows(x_TxD, plan, spec)
-        with jax.named_scope("moe_experts"):
-            y_MxD, saved = backend.forward(x_MxD, plan, experts, spec)
+        way = transport.load(spec)
+        run = functools.partial(_run_forward, backend, experts, spec)
+        y_TxKxD, saved = way.forward(x_TxD, plan, run, spec)
         with jax.named_scope("moe_combine"):
             # 0 * NaN is NaN: the weight of a slot without a row is as unread as its value
-            used_TxK = return_slots(plan.row_TxK >= 0, plan.row_TxK, spec)
-            used_weight_TxK = jnp.where(used_TxK, weight_TxK, 0.0)
-            y_TxD = _sum_slots(_slots(y_MxD, plan, spec), used_weight_TxK).astype(x_TxD.dtype)
+            used_weight_TxK = jnp.where(way.used_slots(plan, spec), weight_TxK, 0.0)
+            y_TxD = _sum_slots(y_TxKxD, used_weight_TxK).astype(x_TxD.dtype)
     saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, GATE_UP_NAME), saved)
     return (y_TxD, accumulator), (*residuals, saved)
 
@@ -246,17 +247,16 @@ def _ffn_backward(spec, residuals, cotangents):
             x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=buffer
         )
     else:
-        with jax.named_scope("moe_dispatch"):
-            x_MxD, dy_MxD = _rows(x_TxD, plan, spec), _rows(dy_TxD, plan, spec)
-            weight_N = gather_tokens(weight_TxK, spec).astype(jnp.float32).reshape(-1)
-            weight_M = jnp.where(plan.slot_M >= 0, weight_N[plan.slot_M], 0.0)
-        with jax.named_scope("moe_experts_grad"):
-            dx_MxD, d_weight_M, d_experts = backend.backward(
-                x_MxD, dy_MxD, weight_M, saved, plan, experts, spec, accumulator=buffer
-            )
+        start = buffer
+        if start is None and spec.exchanges:  # one window continues where the one before it ended
+            start = jax.tree.map(lambda leaf: zeros_like_varying(leaf.shape, jnp.float32, leaf), experts.masters())
+        run = functools.partial(_run_backward, backend, experts, spec)
+        dx_TxKxD, d_weight_TxK, d_experts = transport.load(spec).backward(
+            x_TxD, dy_TxD, weight_TxK, saved, plan, run, start, spec
+        )
         with jax.named_scope("moe_combine"):
-            dx_TxD = _sum_slots(_slots(dx_MxD, plan, spec)).astype(x_TxD.dtype)
-            d_weight_TxK = _slots(d_weight_M, plan, spec).astype(weight_TxK.dtype)
+            dx_TxD = _sum_slots(dx_TxKxD).astype(x_TxD.dtype)
+            d_weight_TxK = d_weight_TxK.astype(weight_TxK.dtype)
     # None is "no cotangent": for the plan, the copies, and whichever of masters and accumulator did not get the
     # gradient.
     if buffer is None:
@@ -275,16 +275,12 @@ def _fused(backend, spec: MoESpec) -> bool:
     return spec.ranks == 1 and hasattr(backend, "ffn_forward")
 
 
-def _rows(value_TxD: jax.Array, plan: Plan, spec: MoESpec) -> jax.Array:
-    """Token values, rounded to the compute dtype, in row order; padding is zero: (T, D) -> (M, D)."""
-    value_NxD = gather_tokens(value_TxD.astype(backends.compute_dtype(spec)), spec)
-    used_Mx1 = (plan.slot_M >= 0)[:, None]
-    return jnp.where(used_Mx1, value_NxD[plan.slot_M // spec.top_k], jnp.zeros((), value_NxD.dtype))
+def _run_forward(backend, experts, spec, x_MxD, plan):
+    return backend.forward(x_MxD, plan, experts, spec)
 
 
-def _slots(value_Mxany: jax.Array, plan: Plan, spec: MoESpec) -> jax.Array:
-    """Row values at the slots of this rank's tokens, zero where a slot has no row: (M, …) -> (T, K, …)."""
-    return return_slots(value_Mxany[jnp.maximum(plan.row_TxK, 0)], plan.row_TxK, spec)
+def _run_backward(backend, experts, spec, x_MxD, dy_MxD, weight_M, saved, plan, buffer):
+    return backend.backward(x_MxD, dy_MxD, weight_M, saved, plan, experts, spec, accumulator=buffer)
 
 
 def _sum_slots(value_TxKxD: jax.Array, weight_TxK: jax.Array | None = None) -> jax.Array:
@@ -308,8 +304,18 @@ def _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec):
     check_experts(experts, spec)
 
 
+def _tokens_of(plan, spec: MoESpec) -> int:
+    """T that the plan was made for."""
+    if isinstance(plan, ExchangePlan) != spec.exchanges:
+        raise ValueError(
+            f"the plan is a {type(plan).__name__} but the spec's transport is {spec.transport} with R = {spec.ranks}: "
+            "make both with one spec"
+        )
+    return plan.place_TxK.shape[0] if spec.exchanges else plan.row_TxK.shape[0] // spec.ranks
+
+
 def _check_arguments(x_TxD, weight_TxK, plan, experts, spec, accumulator):
-    tokens_here = plan.row_TxK.shape[0] // spec.ranks
+    tokens_here = _tokens_of(plan, spec)
     if x_TxD.shape != (tokens_here, spec.d_model):
         raise ValueError(
             f"x has shape {x_TxD.shape}; expected (T, D) = ({tokens_here}, {spec.d_model}), T of the plan, D of the spec"

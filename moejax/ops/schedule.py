@@ -9,6 +9,7 @@ slots, W minibatches.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.ops.spec import SCHEDULE_NAME, TILE, MoESpec, parse_capacity_factor
 
 INT32_MAX = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Which rows belong to which expert: all that the products need of a plan. int32; fields as in `Plan`."""
+
+    count_E: jax.Array
+    start_E: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -42,19 +52,24 @@ class Plan:
     routed_E: jax.Array
 
 
-def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Plan:
+def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Any:
     """Assigns a row to every slot whose expert lives here. Local view: inside `shard_map` if `spec.ranks > 1`.
 
     Args:
       expert_TxK: int32 expert ids of this rank's tokens, 0..E-1 over all ranks, or -1 for a masked slot.
-      spec: reads num_experts, ranks, axis, capacity_factor.
+      spec: reads num_experts, ranks, axis, transport, capacity_factor.
     Returns:
-      A `Plan` over the tokens of the whole expert group (R T of them) for the experts of this rank.
+      A `Plan` over the tokens of the whole expert group (R T of them) for the experts of this rank; an `ExchangePlan`
+      (`exchange_plan.py`) if rows travel by all-to-all.
     Raises:
       TypeError: the ids are not int32.
       ValueError: the ids have another K, or (where they are concrete) lie outside -1..E-1; too many slots for int32.
     """
-    _check_ids(expert_TxK, spec)
+    if spec.exchanges:
+        from moejax.ops.exchange_plan import schedule_exchange  # late: it imports this file
+
+        return schedule_exchange(expert_TxK, spec)
+    check_ids(expert_TxK, spec)
     first_expert: int | jax.Array = 0
     if spec.ranks > 1:
         # Ids are a few bytes per token, and with all of them every rank knows the global order.
@@ -137,7 +152,7 @@ def capacity(tokens: int, spec: MoESpec) -> int | None:
     return min(tokens, max(1, int(wanted)))
 
 
-def dropped_rows(plan: Plan) -> jax.Array:
+def dropped_rows(plan) -> jax.Array:
     """Slots of this rank's experts that found no room, int32."""
     return jnp.sum(plan.routed_E - plan.count_E)
 
@@ -162,7 +177,8 @@ def minibatches(plan: Plan, rows_per_minibatch: int) -> tuple[jax.Array, jax.Arr
     return first_WxE, last_WxE - first_WxE
 
 
-def _check_ids(expert_TxK, spec: MoESpec) -> None:
+def check_ids(expert_TxK, spec: MoESpec) -> None:
+    """Raises as `schedule` says."""
     if expert_TxK.dtype != jnp.int32:
         raise TypeError(f"expert ids are {expert_TxK.dtype}; expected int32")
     if expert_TxK.ndim != 2 or expert_TxK.shape[1] != spec.top_k:

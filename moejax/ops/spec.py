@@ -25,6 +25,7 @@ EXPERT_AXIS = "expert"  # the mesh axis experts are sharded over
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Recipe = Literal["fp32", "bf16", "mxfp8"]
 Backend = Literal["dense", "xla", "native", "megakernel"]
+Transport = Literal["all_gather", "all_to_all", "ragged_all_to_all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,9 @@ class MoESpec:
       drop_policy: which rows go over capacity.
       axis: mesh axis that experts are sharded over, or None.
       ranks: R, the size of that axis.
+      transport: how rows travel over that axis, see `transport.py`.
+      minibatch_rows: rows a rank computes at a time where they travel by all-to-all, a multiple of 128; None: from the
+        balanced share. It bounds memory and changes no bits.
       save: what the layer keeps for its backward.
     """
 
@@ -63,6 +67,8 @@ class MoESpec:
     drop_policy: Literal["position"] = "position"
     axis: str | None = None
     ranks: int = 1
+    transport: Transport = "all_gather"
+    minibatch_rows: int | None = None
     save: Literal["recompute", "gate_up"] = "recompute"
 
     @property
@@ -73,6 +79,11 @@ class MoESpec:
     def local_experts(self) -> int:
         """E / R: experts whose weights this rank holds."""
         return self.num_experts // self.ranks
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows travel one by one to the rank of their expert, rather than all tokens to all ranks."""
+        return self.ranks > 1 and self.transport != "all_gather"
 
     def replace(self, **changes) -> "MoESpec":
         return dataclasses.replace(self, **changes)
@@ -127,12 +138,16 @@ def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None)
         drop_policy=moe.drop_policy,
         axis=EXPERT_AXIS if ranks > 1 else None,
         ranks=ranks,
+        minibatch_rows=moe.minibatch_rows,
         save=save,
     )
     if moe.capacity_factor is not None:
         parse_capacity_factor(moe.capacity_factor)
-    from moejax.ops.backends import resolve_backend  # late: it imports this file, and knows what each backend can run
+    # late: they import this file, and know what each backend and transport can run
+    from moejax.ops.backends import resolve_backend
+    from moejax.ops.transport import resolve_transport
 
+    spec = spec.replace(transport=resolve_transport(spec, moe.transport))
     return spec.replace(backend=resolve_backend(spec))
 
 

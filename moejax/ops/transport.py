@@ -1,47 +1,91 @@
-"""How rows travel between the ranks of the expert axis, with XLA collectives. Inside `shard_map`; with R = 1 nothing travels.
+"""How rows travel between the ranks of the expert axis: the transports, and the one place that chooses.
 
-Every rank gathers all tokens of its expert group and computes the rows of its own experts (`schedule` gathers the ids
-alike). The value of each slot then goes back to the token's rank from the one rank that has it, by all-to-all and a
-selection, not by a sum: nothing is rounded or reordered on the way, so the layer's bits do not depend on R. Read
-`moe.py` next.
+A transport is a module with the functions
 
-Letters: T tokens of this rank, N tokens of the whole expert group (= R T), K experts per token, D model width.
+    forward(x_TxD, plan, run, spec) -> y_TxKxD, saved
+    backward(x_TxD, dy_TxD, weight_TxK, saved, plan, run, buffer, spec) -> dx_TxKxD, d_weight_TxK, buffer
+    used_slots(plan, spec) -> bool (T, K)
+    moved_bytes(plan, spec) -> FP32 bytes this rank sends to others, forward and backward
+
+that brings the tokens' rows to the ranks of their experts, has the backend compute them (`run`), and brings the result
+of each slot home. All give the same bits. They are XLA collectives; with R = 1 nothing travels. Read `moe.py` next.
+
+Letters: T tokens of this rank, K experts per token, D model width, R ranks, E experts of this rank.
 """
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+import logging
+import types
 
+import jax
+
+from moejax.ops import transport_exchange, transport_gather
+from moejax.ops.exchange_plan import SLACK
 from moejax.ops.spec import MoESpec
 
+logger = logging.getLogger(__name__)
 
-def gather_tokens(value_Txany: jax.Array, spec: MoESpec) -> jax.Array:
-    """Rows of all ranks of the expert group, in rank order: (T, …) -> (N, …)."""
-    if spec.ranks == 1:
-        return value_Txany
-    return jax.lax.all_gather(value_Txany, spec.axis, axis=0, tiled=True)
+_MODULES: dict[str, types.ModuleType] = {
+    "all_gather": transport_gather,
+    "all_to_all": transport_exchange,
+    "ragged_all_to_all": transport_exchange,
+}
+_logged: set[MoESpec] = set()
 
 
-def return_slots(value_NxKxany: jax.Array, row_NxK: jax.Array, spec: MoESpec) -> jax.Array:
-    """Brings each slot's value home from the rank that computed it: (N, K, …) on every rank -> (T, K, …).
+def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = None) -> str:
+    """The transport to run `spec` with. Logs its choice, once.
 
     Args:
-      value_NxKxany: this rank's values; read only where row_NxK >= 0.
-      row_NxK: rows of the plan; at most one rank of the group has a row for a slot.
-    Returns:
-      The values, zero for slots that no rank computed.
+      spec: reads ranks, top_k, save.
+      name: as in `moe.transport`. None: the one that moves fewer bytes when routing is balanced, of all_gather and
+        all_to_all; all_gather if `save` is gate_up, which only it can keep.
+      platform: "cpu" or "gpu"; None: JAX's default.
+    Raises:
+      ValueError: no such transport, or it can't run the spec there; the message names the rule.
     """
-    mine_NxK = row_NxK >= 0
-    if spec.ranks > 1:
-        # (N, …) -> (R, T, …): block r is for the tokens of rank r; afterwards block r is what rank r sends us.
-        mine_RxTxK, value_RxTxKxany = (_exchange(array, spec) for array in (mine_NxK, value_NxKxany))
-        owner_1xTxK = jnp.argmax(mine_RxTxK, axis=0)[None]
-        index = owner_1xTxK.reshape(owner_1xTxK.shape + (1,) * (value_RxTxKxany.ndim - 3))
-        value_NxKxany = jnp.take_along_axis(value_RxTxKxany, index, axis=0)[0]
-        mine_NxK = jnp.any(mine_RxTxK, axis=0)
-    mask = mine_NxK.reshape(mine_NxK.shape + (1,) * (value_NxKxany.ndim - 2))
-    return jnp.where(mask, value_NxKxany, jnp.zeros((), value_NxKxany.dtype))
+    if name is not None and name not in _MODULES:
+        raise ValueError(f"moe.transport is {name!r}; expected one of {', '.join(_MODULES)}, or none")
+    if spec.ranks == 1:
+        return "all_gather"
+    if name is not None:
+        if (rule := refuses(spec.replace(transport=name), platform)) is not None:
+            raise ValueError(f"moe.transport {name} cannot run here: {rule}")
+        chosen, why = name, "as asked"
+    elif spec.save == "gate_up":
+        chosen, why = "all_gather", "save is gate_up"
+    else:
+        rows = {name: rows_per_token(name, spec) for name in ("all_gather", "all_to_all")}
+        chosen = min(rows, key=lambda name: rows[name])
+        why = "rows sent per token, there and back: " + ", ".join(f"{name} {count:.3g}" for name, count in rows.items())
+    key = dataclasses.replace(spec, transport=chosen)
+    if key not in _logged:
+        _logged.add(key)
+        logger.info("expert axis of %d ranks, K=%d: transport %s (%s)", spec.ranks, spec.top_k, chosen, why)
+    return chosen
 
 
-def _exchange(value_Nxany: jax.Array, spec: MoESpec) -> jax.Array:
-    blocks_RxTxany = value_Nxany.reshape(spec.ranks, -1, *value_Nxany.shape[1:])
-    return jax.lax.all_to_all(blocks_RxTxany, spec.axis, split_axis=0, concat_axis=0)
+def refuses(spec: MoESpec, platform: str | None = None) -> str | None:
+    """The rule that keeps `spec.transport` from running there, or None."""
+    platform = platform or jax.default_backend()
+    if spec.transport == "all_gather":
+        return None
+    if spec.save == "gate_up":
+        return "it keeps no rows for the backward, and save is gate_up: use save recompute, or transport all_gather"
+    if spec.transport == transport_exchange.RAGGED and platform == "cpu":
+        return "XLA has no ragged all-to-all on cpu: use all_to_all"
+    return None
+
+
+def rows_per_token(name: str, spec: MoESpec) -> float:
+    """Rows of width D that a rank sends to others per token in a forward, routing balanced."""
+    others, top_k = spec.ranks - 1, spec.top_k
+    if name == "all_gather":
+        return others * (1.0 + top_k)
+    filled = SLACK if name == "all_to_all" else 1.0
+    return 2.0 * filled * top_k * others / spec.ranks
+
+
+def load(spec: MoESpec) -> types.ModuleType:
+    """The module of the transport that `spec` names."""
+    return _MODULES[spec.transport]
