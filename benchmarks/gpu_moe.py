@@ -1,10 +1,11 @@
-"""The single-GPU BF16 expert layer beside torch's grouped GEMM and a dense cuBLAS product, in one process on one GPU.
+"""The single-GPU BF16 expert layer beside other implementations (gpu_peers.py) and a dense cuBLAS product, on one GPU.
 
     python benchmarks/gpu_moe.py --shapes qwen3-30b-a3b,mixtral-8x7b --out benchmarks/results/h200/moe_layer.jsonl
 
 Protocol (docs/benchmarks.md): warm-up, then `--iterations` runs timed with device events, median. Forward includes building the
 schedule and writes all residuals (gate and up); backward runs on saved residuals, overwrites FP32 weight gradients and excludes the
-schedule. FLOPs are 6 T K D F forward and twice that backward: padding is not counted. Random data.
+schedule; a peer's backward is its forward and backward less its forward. Every result is first held to an FP32 reference.
+FLOPs are 6 T K D F forward and twice that backward: padding is not counted. Random data.
 Letters: T tokens, K experts per token, E experts, D model width, F expert width.
 """
 
@@ -17,11 +18,17 @@ import re
 import statistics
 import subprocess
 import sys
+import traceback
 
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
 import c_api
+import gpu_peers
+
+OURS = "moejax-native"
+MAX_ERROR = 5e-2  # BF16 layers are within 1e-2 of FP32
+NOTES = {"backward_accumulate": "FP32 weight gradients added to the buffer; "}
 
 SHAPES = {  # E, K, D, F, T
     "qwen3-30b-a3b": (128, 8, 2048, 768, 8192),
@@ -84,7 +91,7 @@ def print_profile(run, repeats: int = 5) -> None:
     print("    us: " + "  ".join(f"{name} {us:.0f}" for name, us in sorted(times.items())), flush=True)
 
 
-def ours(p: Problem, iterations: int, profile: bool) -> dict:
+def ours(name: str, p: Problem, expected: dict, iterations: int, profile: bool) -> tuple[str, dict, str]:
     layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f)
     plan = layer.new_plan()
     y, dx = torch.empty_like(p.x), torch.empty_like(p.x)
@@ -113,43 +120,82 @@ def ours(p: Problem, iterations: int, profile: bool) -> dict:
             accumulate=accumulate,
         )
 
+    forward()
+    backward()
+    found = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw_gate_up, "dw_down": dw_down}
+    notes = check(name, OURS, found, expected)
     out = {"forward": median_ms(forward, iterations), "backward": median_ms(backward, iterations)}
     out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, iterations // 5))
     if profile:
         print_profile(lambda: (forward(), backward()))
-    return out
+    return OURS, out, notes
 
 
-def torch_grouped(p: Problem, iterations: int) -> dict:
-    """The usual composition around torch._grouped_mm: sort, gather, two grouped products, SwiGLU, weighted scatter by slot."""
-    w_gate_up = p.w_gate_up.view(p.experts, 2 * p.f, p.d).detach().requires_grad_()
-    w_down = p.w_down.detach().requires_grad_()
-    x, weight = p.x.detach().requires_grad_(), p.weight.detach().requires_grad_()
+def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
+    forward = median_ms(peer.forward, iterations)
+    return {"forward": forward, "backward": median_ms(peer.step, iterations) - forward}
 
-    def forward():
-        flat = p.expert.view(-1)
-        order = flat.argsort(stable=True)
-        ends = torch.bincount(flat, minlength=p.experts).cumsum(0).int()
-        rows = x[order // p.top_k]
-        gate, up = torch._grouped_mm(rows, w_gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
-        out = torch._grouped_mm(torch.nn.functional.silu(gate) * up, w_down.transpose(1, 2), offs=ends)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return (out[back].view(p.tokens, p.top_k, p.d) * weight[..., None]).sum(1).to(x.dtype)
 
-    def both():
-        for t in (x, weight, w_gate_up, w_down):
-            t.grad = None
-        forward().backward(p.dy)
+def check(name: str, impl: str, found: dict, expected: dict) -> str:
+    """Relative errors against the FP32 reference in one line; a result that is plainly another function is not timed."""
+    errors = gpu_peers.errors(found, expected)
+    line = ", ".join(f"{tensor} {error:.1e}" for tensor, error in errors.items())
+    print(f"{name:24s} {impl:32s} relative errors: {line}", flush=True)
+    if not all(error < MAX_ERROR for error in errors.values()):
+        raise ValueError(f"{impl} does not compute the layer, relative errors against FP32: {line}")
+    return f"relative errors {line}"
 
-    fwd, step = median_ms(forward, iterations), median_ms(both, iterations)
-    return {"forward": fwd, "backward": step - fwd}
+
+def peer_run(name: str, peer_name: str, p: Problem, expected: dict, iterations: int) -> tuple[str, dict, str]:
+    """Name with version, milliseconds by pass, notes."""
+    peer = gpu_peers.PEERS[peer_name](p)
+    peer.step()
+    notes = check(name, peer.name, peer.results(), expected)
+    return peer.name, peer_times(peer, iterations), f"{peer.notes}; step minus forward; {notes}"
+
+
+def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: dict, notes: str, dense: float) -> None:
+    """Prints one line per pass, and appends it to the file as JSON."""
+    notes = f"{notes}; dense cuBLAS {dense:.0f} TFLOP/s in the same process"
+    for kind, ms in times.items():
+        tflops = p.flops * (1 if kind == "forward" else 2) / ms / 1e9
+        line = base | {
+            "impl": impl, "pass": kind, "tokens": p.tokens, "ms": round(ms, 4), "tflops": round(tflops, 1),
+            "bytes": None, "gbps": None, "notes": NOTES.get(kind, "") + notes,
+        }  # fmt: skip
+        print(f"{base['shape']:24s} {impl:32s} {kind:20s} {ms:9.3f} ms {tflops:7.1f} TFLOP/s", flush=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+
+
+def measure(name: str, args: argparse.Namespace, base: dict, dense: float) -> None:
+    """One shape: ours, then the peers; a peer that fails or lacks its package prints why and does not stop the others."""
+    p = Problem(name)
+    expected = gpu_peers.reference(p)
+    if not args.no_ours:
+        record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args.iterations, args.profile), dense)
+        torch.cuda.empty_cache()
+    for peer in filter(None, args.peers.split(",")):
+        try:
+            result = peer_run(name, peer, p, expected, args.iterations)
+        except Exception:
+            print(f"{name}: {peer} did not run:\n{traceback.format_exc()}", flush=True)
+        else:
+            record(args.out, base | {"shape": name}, p, *result, dense)
+        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--peers", action="store_true", help="also time torch._grouped_mm")
+    parser.add_argument("--peers", default="", help=f"also time these, comma-separated: {', '.join(gpu_peers.PEERS)}")
+    parser.add_argument(
+        "--no-ours", action="store_true", help="time the peers alone (a peer that needs a process of its own)"
+    )
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
     parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
@@ -167,34 +213,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
     for name in args.shapes.split(","):
-        p = Problem(name)
-        results = {"moejax-native": ours(p, args.iterations, args.profile)}
-        torch.cuda.empty_cache()
-        if args.peers:
-            try:
-                results[f"torch-grouped_mm-{torch.__version__}"] = torch_grouped(p, max(10, args.iterations // 2))
-            except torch.OutOfMemoryError as error:
-                print(f"{name}: torch grouped_mm: {str(error).splitlines()[0]}")
-        for impl, times in results.items():
-            for kind, ms in times.items():
-                flops = p.flops * (1 if kind == "forward" else 2)
-                tflops = flops / ms / 1e9
-                notes = f"dense cuBLAS {dense:.0f} TFLOP/s in the same run"
-                if kind == "backward_accumulate":
-                    notes += "; FP32 weight gradients added to the buffer"
-                elif impl.startswith("torch") and kind == "backward":
-                    notes += "; BF16 weight gradients; step minus forward"
-                line = base | {
-                    "shape": name, "impl": impl, "pass": kind, "tokens": p.tokens, "ms": round(ms, 4), "tflops": round(tflops, 1),
-                    "bytes": None, "gbps": None, "notes": notes,
-                }  # fmt: skip
-                print(f"{name:24s} {impl:32s} {kind:20s} {ms:9.3f} ms {tflops:7.1f} TFLOP/s", flush=True)
-                if args.out:
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    with args.out.open("a") as f:
-                        f.write(json.dumps(line) + "\n")
-        del p
-        torch.cuda.empty_cache()
+        measure(name, args, base, dense)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""The Hopper expert layer on tiny shapes under the four tools of compute-sanitizer, on a GPU of compute capability 9.0.
+
+    python tests/cuda/sanitize.py --out LOGS      # all four at once; prints one line per tool, exits 1 if one found something
+    python tests/cuda/sanitize.py --run           # the shapes alone, as each tool runs them
+
+Forward, backward from saved gate and up, backward with recompute and accumulation, on dirty memory, held to the FP32 oracle.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+SHAPES = {
+    # name: (group sizes or None, K, E, T, D, F, activation), as in test_expert_layer.py
+    "tiny_one_slot": ([3, 0, 130], 1, 3, None, 72, 40, "swiglu"),
+    "tiny_two_slots": (None, 2, 3, 65, 136, 72, "swiglu_oai"),
+}
+
+
+def run_shapes() -> None:
+    import test_expert_layer as layer
+    import torch
+
+    layer.CASES.update(SHAPES)
+    for name in SHAPES:
+        case = layer.build(name)
+        plain = layer.run(case)
+        found = layer.errors(case, plain)
+        assert all(error <= layer.BF16_TOLERANCE for error in found.values()), (name, found)
+        start = (torch.ones_like(plain["dw_gate_up"]), torch.ones_like(plain["dw_down"]))
+        other = layer.run(case, recompute=True, accumulate_into=start)
+        assert torch.equal(other["y"], plain["y"]) and torch.equal(other["dx"], plain["dx"]), name
+        print(name, found)
+
+
+def run_tools(out: pathlib.Path, seconds: int) -> bool:
+    out.mkdir(parents=True, exist_ok=True)
+    # Every tensor an allocation of its own, so that memcheck sees its end.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    running = {}
+    for tool in TOOLS:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--run"]
+        log = (out / f"{tool}.log").open("w")
+        running[tool] = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    clean, end = True, time.monotonic() + seconds
+    for tool, process in running.items():
+        try:
+            code = process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = f"stopped after {seconds} s"
+        summary = [line for line in (out / f"{tool}.log").read_text().splitlines() if "SUMMARY" in line]
+        print(f"{tool}: exit {code}; {summary[-1].strip('= ') if summary else 'no summary'}", flush=True)
+        clean = clean and code == 0
+    return clean
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="run the shapes, without a tool")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/sanitize"), help="folder for the logs")
+    parser.add_argument("--seconds", type=int, default=120, help="time for all tools together")
+    args = parser.parse_args()
+    if args.run:
+        run_shapes()
+    else:
+        sys.exit(0 if run_tools(args.out, args.seconds) else 1)
