@@ -158,7 +158,7 @@ def test_frequency_is_one_at_balance_and_e_on_collapse():
 
 
 def test_wrong_use_is_refused_by_name():
-    stats = jax.tree.map(jnp.asarray, RouterStats(jnp.zeros(6, jnp.int32), jnp.zeros(6), 0.0, 0.0, 0.0, 1, 0))
+    stats = jax.tree.map(jnp.asarray, RouterStats(jnp.zeros(6, jnp.int32), jnp.zeros(6), 0.0, 0.0, 0.0, 1, 0, 0.0))
     with pytest.raises(ValueError, match="aux_scope is 'global' and count_E was not given"):
         balance_loss(stats, SPECS[0], tokens=1)
     with pytest.raises(ValueError, match="aux_scope is 'sequence' and count_E was given"):

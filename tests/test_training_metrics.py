@@ -28,6 +28,7 @@ def fetched(step, experts=5, layers=2):
         "count_NxE": count,
         "entropy_N": np.full(layers, 1.25, np.float32),
         "dropped_N": np.array([0.0, 0.125], np.float32),
+        "moved_bytes_N": np.array([3.0e9, 1.5e9], np.float32),
     }
 
 

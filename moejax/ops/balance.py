@@ -35,6 +35,7 @@ class RouterStats:
       sequence_sum: FP32 sum over rows of the batch of (balance loss of the row) x (its real tokens).
       tokens: int32 real tokens.
       dropped: int32 slots that found no room; `route` leaves it 0, `moe_layer` fills it.
+      moved_bytes: FP32 bytes sent over the expert axis by all devices, forward and backward; filled like `dropped`.
     """
 
     count_E: jax.Array
@@ -44,6 +45,7 @@ class RouterStats:
     sequence_sum: jax.Array
     tokens: jax.Array
     dropped: jax.Array
+    moved_bytes: jax.Array
 
     def __add__(self, other: "RouterStats") -> "RouterStats":
         return jax.tree.map(jnp.add, self, other)
@@ -85,6 +87,7 @@ def router_stats(
         sequence_sum=jnp.sum(row_loss_BxE),
         tokens=jnp.sum(tokens_B),
         dropped=jnp.zeros((), jnp.int32),
+        moved_bytes=jnp.zeros((), jnp.float32),
     )
 
 

@@ -222,9 +222,7 @@ def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
         run = functools.partial(_run_forward, backend, experts, spec)
         y_TxKxD, saved = way.forward(x_TxD, plan, run, spec)
         with jax.named_scope("moe_combine"):
-            # 0 * NaN is NaN: the weight of a slot without a row is as unread as its value
-            used_weight_TxK = jnp.where(way.used_slots(plan, spec), weight_TxK, 0.0)
-            y_TxD = _sum_slots(y_TxKxD, used_weight_TxK).astype(x_TxD.dtype)
+            y_TxD = _sum_weighted(y_TxKxD, weight_TxK, way.used_slots(plan, spec)).astype(x_TxD.dtype)
     saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, GATE_UP_NAME), saved)
     return (y_TxD, accumulator), (*residuals, saved)
 
@@ -283,14 +281,20 @@ def _run_backward(backend, experts, spec, x_MxD, dy_MxD, weight_M, saved, plan, 
     return backend.backward(x_MxD, dy_MxD, weight_M, saved, plan, experts, spec, accumulator=buffer)
 
 
-def _sum_slots(value_TxKxD: jax.Array, weight_TxK: jax.Array | None = None) -> jax.Array:
-    """Sum over k in slot order in FP32, optionally weighted. The caller rounds once."""
+def _sum_weighted(value_TxKxD: jax.Array, weight_TxK: jax.Array, used_TxK: jax.Array) -> jax.Array:
+    """Sum over k of weight * value in slot order in FP32; the caller rounds once."""
+    term_TxKxD = weight_TxK[..., None].astype(jnp.float32) * value_TxKxD.astype(jnp.float32)
+    # Selected after the product: 0 * NaN is NaN, and the weight of a slot without a row is as unread as its value. The
+    # selection also keeps the product apart from the sum: a compiler may join the two into one operation with one
+    # rounding, or not, depending on what else it fuses, so the bits would depend on the program around them.
+    return _sum_slots(jnp.where(used_TxK[..., None], term_TxKxD, 0.0))
+
+
+def _sum_slots(value_TxKxD: jax.Array) -> jax.Array:
+    """Sum over k in slot order in FP32; the caller rounds once."""
     total_TxD = jnp.zeros((), jnp.float32)
     for slot in range(value_TxKxD.shape[1]):
-        term_TxD = value_TxKxD[:, slot].astype(jnp.float32)
-        if weight_TxK is not None:
-            term_TxD = weight_TxK[:, slot, None].astype(jnp.float32) * term_TxD
-        total_TxD = total_TxD + term_TxD
+        total_TxD = total_TxD + value_TxKxD[:, slot].astype(jnp.float32)
     return total_TxD
 
 
