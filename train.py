@@ -4,8 +4,9 @@
     python train.py configs/quickstart.yaml run_dir=runs/wide training.steps=200 moe.num_experts=32
     python train.py --help
 
-Give the same command again after an interruption and the run continues; a finished run prints its summary. A recipe to copy
-and edit: what is reusable is in `moejax.training`.
+Give the same command again after an interruption and the run continues; a finished run prints its summary. On several
+machines or GPUs, start it once per GPU (docs/distributed.md). A recipe to copy and edit: what is reusable is in
+`moejax.training`.
 """
 
 import sys
@@ -16,16 +17,19 @@ from moejax.checkpoint import Checkpoints
 from moejax.config import Config
 from moejax.config_load import help_text, load
 from moejax.data import open_dataset, train_iterator
+from moejax.data.placement import local_rows, place_batch
+from moejax.distributed import exit_process, processes
 from moejax.mesh import make_mesh
 from moejax.training.compiling import compile_step, use_compile_cache
 from moejax.training.errors import one_line_errors
 from moejax.training.finish import finish
-from moejax.training.loop import fit
+from moejax.training.loop import Interrupts, fit
 from moejax.training.metrics import MetricLog, Progress
 from moejax.training.report import summary_text
 from moejax.training.run import RunFolder
 from moejax.training.state import abstract_state, create_state, make_skeleton, parameter_counts, with_vocabulary
-from moejax.training.step import make_step, needs_counting_pass, place_batch, split_batch
+from moejax.training.step import make_step, needs_counting_pass, split_batch
+from moejax.training.watchdog import Watchdog, watched
 
 
 def main(arguments: list[str]) -> int:
@@ -35,22 +39,24 @@ def main(arguments: list[str]) -> int:
     path, *overrides = arguments
     with one_line_errors() as outcome:
         config = load(path, overrides)
-        with RunFolder(config) as run:
+        with processes(config.distributed), watched(config.distributed) as watchdog, RunFolder(config) as run:
             summary = run.summary()
             if summary and summary["steps"] >= config.training.steps:
                 print(f"{run.path} has finished:\n{summary_text(summary)}\nreport: {run.path / 'report.html'}")
             else:
                 with jax.set_mesh(make_mesh(config.mesh, config.moe.num_experts, axis_type=jax.sharding.AxisType.Auto)):
-                    train(run, config)
+                    outcome.exit_code = train(run, config, watchdog)
     return outcome.exit_code
 
 
-def train(run: RunFolder, config: Config) -> None:
+def train(run: RunFolder, config: Config, watchdog: Watchdog) -> int:
+    """Returns the exit code: 0, or that of the signal that interrupted the run."""
     mesh = jax.sharding.get_mesh()
     dataset = open_dataset(config.data)
     run.keep_data(dataset)
     config = with_vocabulary(config, dataset.vocab_size)
-    batches = train_iterator(dataset, config)
+    rows = local_rows(config, mesh)
+    batches = train_iterator(dataset, config, rows)
     use_compile_cache(config)
     skeleton = make_skeleton(config)
 
@@ -65,21 +71,31 @@ def train(run: RunFolder, config: Config) -> None:
         print(f"continuing {run.path} from step {finished}")
 
     total, active = parameter_counts(state.params, config)
-    print(f"{total:,} parameters, {active:,} active per token; {mesh.size} {jax.default_backend()} device(s)")
+    devices = f"{mesh.size} {jax.default_backend()} device(s)"
+    if jax.process_count() > 1:
+        devices += f" of {jax.process_count()} processes"
+    print(f"{total:,} parameters, {active:,} active per token; {devices}")
     if needs_counting_pass(config):
         print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
-    example = split_batch(next(train_iterator(dataset, config)), config.training.micro_batches)
-    step, products = compile_step(make_step(skeleton, config), state, place_batch(example, mesh))
+    example = split_batch(next(train_iterator(dataset, config, rows)), config.training.micro_batches)
+    example = place_batch(example, mesh, config.training.global_batch // config.training.micro_batches)
+    step, products = compile_step(make_step(skeleton, config), state, example)
     print("expert products in the step:", ", ".join(f"{count} {precision}" for precision, count in products.items()))
 
-    log = MetricLog(run.path, finished=finished or 0, tensorboard=config.log.tensorboard)
+    log = MetricLog(run.path, finished=finished or 0, tensorboard=config.log.tensorboard, writes=run.writes)
+    if log.missing > 0:
+        print(
+            f"{run.metrics} has no record of {log.missing} of the {finished} steps before: the summary will leave them out"
+        )
     progress = Progress(config.training.steps, finished or 0, config.log.every_steps)
-    trained = fit(state, step, batches, checkpoints, log, progress, config, mesh)
+    interrupts = Interrupts()
+    trained = fit(state, step, batches, checkpoints, log, progress, config, mesh, watchdog, interrupts)
     log.close()
     checkpoints.close()
     if trained is not None:
-        finish(run, config, dataset, skeleton, trained)
+        finish(run, config, dataset, skeleton, trained, mesh, watchdog)
+    return interrupts.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -2,20 +2,29 @@
 
 A checkpoint is `FOLDER/<step>/`, where `step` counts finished optimizer steps. This file adds to Orbax what it leaves out:
 leaves are compared by name, shape and dtype before anything is read (Orbax casts a wrong dtype in silence), non-finite
-values are never written, and what a killed process left behind is neither listed nor kept. `training/state.py` says what a
-state is; `training/loop.py` says when it is saved.
+values are never written, a checksum per leaf finds what changed on disk, and what a killed process left behind is neither
+listed nor kept. `training/state.py` says what a state is; `training/loop.py` says when it is saved.
+
+In a job of several processes each writes and reads its own shards, and all must call the methods together.
 """
 
+import functools
 import json
+import logging
 import pathlib
 import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+
+from moejax.distributed import agree, barrier
+
+logger = logging.getLogger(__name__)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax writes here, and renames when the checkpoint is whole
 _SHOWN = 8  # leaves listed in an error
@@ -35,18 +44,63 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-@jax.jit
-def _finite_flags(leaves: list) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
-
-
 def first_non_finite(tree: Any) -> str | None:
     """Name of the first floating-point leaf (in tree order) that holds NaN or infinity, or None."""
-    floats = {name: leaf for name, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    if not floats:
-        return None
-    finite = np.asarray(_finite_flags(list(floats.values())))
-    return None if finite.all() else list(floats)[int(np.argmin(finite))]
+    leaves = named_leaves(tree)
+    finite, _ = _inspect(leaves)
+    return None if finite.all() else list(leaves)[int(np.argmin(finite))]
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """A 32-bit checksum of the bits of every leaf, by name; it does not depend on how the leaf is sharded.
+
+    Each element's bits are mixed with its row-major index by a bijection of 32-bit words (the finaliser of MurmurHash3),
+    and the results are summed modulo 2^32. Any change of one element is found, and any other with a probability of 1 - 2^-32.
+    """
+    leaves = named_leaves(tree)
+    return dict(zip(leaves, _inspect(leaves)[1].tolist()))
+
+
+def _inspect(leaves: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each leaf is finite (bool), and its checksum (uint32): one pass over the state, where it lies."""
+    if not leaves:
+        return np.ones(0, bool), np.zeros(0, np.uint32)
+    arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves.values()]
+    meshes = [leaf.sharding.mesh for leaf in arrays if isinstance(leaf.sharding, jax.NamedSharding)]
+    everywhere = jax.NamedSharding(meshes[0], jax.P()) if meshes else None  # every process can read it
+    finite, sums = _inspection(everywhere)(arrays)
+    return np.asarray(finite), np.asarray(sums)
+
+
+@functools.cache
+def _inspection(out_sharding: jax.sharding.Sharding | None) -> Callable:
+    def inspect(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        finite = [jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.bool_(True) for x in leaves]
+        return jnp.stack(finite), jnp.stack([_checksum(x) for x in leaves])
+
+    return jax.jit(inspect, out_shardings=out_sharding)
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """uint32 checksum of `checksums`."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    if x.dtype.itemsize == 8:
+        word = jax.lax.bitcast_convert_type(x, jnp.uint32)  # two words, on a new last axis
+    else:
+        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        word = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    index, stride = jnp.zeros(word.shape, jnp.uint32), 1
+    for axis in reversed(range(word.ndim)):  # modulo 2^32: arrays may have more elements
+        index += jax.lax.broadcasted_iota(jnp.uint32, word.shape, axis) * np.uint32(stride % 2**32)
+        stride *= word.shape[axis]
+    word = word ^ (index * np.uint32(0x9E3779B9))
+    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    word = word ^ (word >> 16)
+    return jnp.sum(word, dtype=jnp.uint32)
 
 
 class Checkpoints:
@@ -71,10 +125,7 @@ class Checkpoints:
                 _remove_unfinished(self.folder)
         except OSError as error:
             raise CheckpointError(f"can't use the checkpoint folder {self.folder}: {error.strerror}") from error
-        if jax.process_count() > 1:  # nobody lists the folder before it is clean
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("moejax checkpoint folder")
+        barrier("moejax checkpoint folder")  # nobody lists the folder before it is clean
         self._orbax = ocp.training.Checkpointer(
             self.folder,
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
@@ -86,8 +137,9 @@ class Checkpoints:
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal() and _is_whole(entry))
 
     def latest(self) -> int | None:
-        """The newest step with a whole checkpoint, or None."""
-        return max(self.steps(), default=None)
+        """The newest step with a whole checkpoint, or None; what process 0 finds, in every process."""
+        newest = agree(max(self.steps(), default=-1))
+        return None if newest < 0 else newest
 
     def save(self, step: int, state: Any, dataset: dict) -> None:
         """Writes `state` (any pytree of arrays) and `dataset` (the iterator's state, a dict of ints) as checkpoint `step`.
@@ -98,10 +150,16 @@ class Checkpoints:
           NonFiniteError: names the step and the first leaf with NaN or infinity. Nothing is written.
           CheckpointError: this write, or an earlier one in the background, failed.
         """
-        bad = first_non_finite(state)
-        if bad is not None:
+        leaves = named_leaves(state)
+        finite, sums = _inspect(leaves)
+        if not finite.all():
+            bad = list(leaves)[int(np.argmin(finite))]
             raise NonFiniteError(f"step {step}: {bad} holds NaN or infinity, so checkpoint {step} was not written")
-        content = {"state": _nested(named_leaves(state)), "dataset": dataset}
+        content = {
+            "state": _nested(leaves),
+            "dataset": dataset,
+            "checksum": _nested(dict(zip(leaves, sums.tolist()))),
+        }
         try:
             response = self._orbax.save_checkpointables_async(step, content, overwrite=True)
         except Exception as error:
@@ -131,11 +189,12 @@ class Checkpoints:
         Returns:
           The state, and the data iterator's state.
         Raises:
-          CheckpointError: no such checkpoint; or a leaf is missing, unexpected, misshapen or of another dtype, each named.
+          CheckpointError: no such checkpoint; a leaf is missing, unexpected, misshapen or of another dtype, or its values are not
+            the ones that were saved, each named.
         """
+        if step is None:
+            step = self.latest()
         found = self.steps()
-        if step is None and found:
-            step = found[-1]
         if step not in found:
             raise CheckpointError(
                 f"no checkpoint {step if step is not None else ''} in {self.folder}; found {found or 'none'}"
@@ -161,10 +220,12 @@ class Checkpoints:
             for name, leaf in expected.items()
         }
         try:
-            loaded = self._orbax.load_checkpointables(step, {"state": _nested(target), "dataset": saved["dataset"]})
+            others = {part: saved[part] for part in ("dataset", "checksum") if part in saved}
+            loaded = self._orbax.load_checkpointables(step, {"state": _nested(target), **others})
         except Exception as error:
             raise CheckpointError(f"checkpoint {step} in {self.folder} can't be read: {_first_line(error)}") from error
         leaves = named_leaves(loaded["state"])  # the nested dict sorts its keys: put them back by name
+        self._check_sums(step, leaves, loaded.get("checksum"))
         state = jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
         return state, loaded["dataset"]
 
@@ -172,6 +233,20 @@ class Checkpoints:
         """Waits, and releases Orbax's threads."""
         self.wait()
         self._orbax.close()
+
+    def _check_sums(self, step: int, leaves: dict[str, Any], stored: Any) -> None:
+        """Compares what was read with the checksums that were written; a checkpoint of an older version has none."""
+        if stored is None:
+            logger.warning("checkpoint %d in %s has no checksums: its values were not checked", step, self.folder)
+            return
+        expected = named_leaves(stored)
+        changed = [name for name, value in checksums(leaves).items() if value != expected.get(name)]
+        if changed:
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            raise CheckpointError(
+                f"checkpoint {step} in {self.folder} is damaged: the values of {', '.join(changed[:_SHOWN])}{more} are not "
+                f"the ones that were saved. Delete {self.folder / str(step)} to go on from the one before it"
+            )
 
     def _write_error(self, step: int | None, error: Exception) -> CheckpointError:
         which = "a checkpoint" if step is None else f"checkpoint {step}"

@@ -4,10 +4,11 @@
 layer itself live beside the layer (`ops/routing.py`, `ops/activation.py`) and are called from here.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moejax.config import Config, MeshConfig, ModelConfig, MoEConfig
+from moejax.config import Config, DistributedConfig, MeshConfig, ModelConfig, MoEConfig
 from moejax.ops.activation import check_activation
 from moejax.ops.schedule import parse_capacity_factor
 from moejax.ops.spec import check_router
@@ -17,6 +18,9 @@ _UNIT = {
     "bf16": 8,
     "mxfp8": 32,
 }  # D and F are multiples of this: 16-byte rows, one scale block (docs/design.md §2)
+
+_STEP_SEQUENCES = 2**20  # more would take minutes to put together, and no run wants them
+_STEP_TOKENS = 2**31 - 1  # counts of tokens are int32
 
 
 def problems(config: Config) -> list[str]:
@@ -28,6 +32,7 @@ def problems(config: Config) -> list[str]:
         *_layers(config),
         *_training(config),
         *_mesh(config.mesh, config),
+        *_distributed(config.distributed),
     ]
 
 
@@ -106,6 +111,17 @@ def _training(config: Config) -> Iterator[str]:
             f"training.micro_batches is {training.micro_batches}, which does not divide "
             f"training.global_batch={training.global_batch}: use one of {_divisors(training.global_batch)}"
         )
+    tokens = training.global_batch * training.sequence_length
+    if training.global_batch > _STEP_SEQUENCES:
+        yield (
+            f"training.global_batch is {training.global_batch:,} sequences in one step: expected at most {_STEP_SEQUENCES:,}; "
+            "it counts sequences, not tokens"
+        )
+    elif tokens > _STEP_TOKENS:
+        yield (
+            f"training.global_batch x training.sequence_length is {tokens:,} tokens in one step: expected at most "
+            f"{_STEP_TOKENS:,}, which is what int32 can count"
+        )
     if config.moe.save == "gate_up" and training.remat == "layer":
         yield (
             "moe.save is gate_up, but training.remat=layer does not keep it, so it would be computed twice: "
@@ -135,6 +151,19 @@ def _mesh(mesh: MeshConfig, config: Config) -> Iterator[str]:
         size = sizes[axis]
         if size > 0 and value % size:
             yield f"mesh.{axis} is {size}, which does not divide {key}={value}: use one of {_divisors(value)}"
+
+
+def _distributed(given: DistributedConfig) -> Iterator[str]:
+    values = {
+        "distributed.coordinator": given.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "distributed.processes": given.processes,
+        "distributed.process": given.process,
+    }
+    there = [f"{key}={value}" for key, value in values.items() if value is not None]
+    if given.coordinator is None and given.processes is None and given.process is None:
+        return
+    for key in (key for key, value in values.items() if value is None):
+        yield f"{key} is not set, but {' and '.join(there)}: give all three, or none under Slurm, Open MPI or Kubernetes"
 
 
 def _caught(key: str, check: Callable[..., Any], *values: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from moejax.checkpoint import CheckpointError, Checkpoints, NonFiniteError, first_non_finite, named_leaves
+from moejax.checkpoint import CheckpointError, Checkpoints, NonFiniteError, checksums, first_non_finite, named_leaves
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -186,3 +186,53 @@ def test_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/checkpoints"):
         Checkpoints(tmp_path / "file" / "checkpoints")
+
+
+def test_a_checksum_depends_on_every_bit_and_every_place_and_not_on_sharding():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    values = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    spread = jax.device_put(values, jax.NamedSharding(mesh, jax.P("x", "y")))
+    (expected,) = checksums({"w": jnp.asarray(values)}).values()
+    assert checksums({"w": spread})["w"] == expected
+    for bit in range(32):
+        flipped = values.copy()
+        flipped.view(np.uint32)[3, 4] ^= np.uint32(1 << bit)
+        assert checksums({"w": jnp.asarray(flipped)})["w"] != expected, bit
+    swapped = values.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert checksums({"w": jnp.asarray(swapped)})["w"] != expected
+    small = {
+        "bf16": jnp.ones(3, jnp.bfloat16),
+        "flag": jnp.array([True, False]),
+        "n": jnp.int32(7),
+        "none": jnp.zeros(0),
+    }
+    assert len(set(checksums(small).values())) == 4
+
+
+def test_a_flipped_bit_on_disk_is_an_error_that_names_the_leaf(saved):
+    """Files of a whole, valid checkpoint, in which one bit of one number differs from what was saved under these checksums."""
+    abstract = jax.eval_shape(lambda: small_state(0))
+    expected, _ = saved.restore(abstract)
+    saved.close()
+    _damage(saved.folder / "3" / "state", abstract)
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: the values of params\.w_head are not.* Delete .*/3 "
+    ) as caught:
+        Checkpoints(saved.folder).restore(abstract)
+    assert "\n" not in str(caught.value) and "scale" not in str(caught.value)
+
+
+def _damage(folder, abstract):
+    """Writes the state again with one bit changed, and puts its arrays beside the checksums of the first."""
+    other = folder.parent.parent / "other"
+    state = small_state(3)
+    word = np.array(state["params"]["w_head"])
+    word.view(np.uint32)[5, 1] ^= np.uint32(1)
+    state["params"]["w_head"] = jnp.asarray(word)
+    writer = Checkpoints(other)
+    writer.save(3, state, {"next_index": 3})
+    writer.close()
+    shutil.rmtree(folder)
+    shutil.copytree(other / "3" / "state", folder)
+    shutil.rmtree(other)

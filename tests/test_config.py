@@ -99,6 +99,7 @@ def test_lists_become_tuples():
         ("recipe=bf61", 'recipe: expected one of fp32, bf16, mxfp8, got the text "bf61"; did you mean bf16?'),
         ("training.steps=1.5", "training.steps: expected a whole number, got the number 1.5"),
         ("training.steps='100'", 'training.steps: expected a whole number, got the text "100": remove the quotes'),
+        ("optimizer.learning_rate=nan", 'optimizer.learning_rate: expected a number, got the text "nan": it must be finite'),
         ("training.steps=true", "training.steps: expected a whole number, got true"),
         ("training.steps=null", "training.steps: expected a whole number, got nothing"),
         ("training.steps=0", "training.steps: expected a finite number of at least 1, got the number 0"),
@@ -168,6 +169,14 @@ def test_a_wrong_key_or_type_is_one_line_that_names_it(override, words):
         (["model.dense_layers=1"], "model.dense_width is not set, but model.dense_layers is 1"),
         (["model.dense_layers=5", "model.dense_width=8"], "model.dense_layers is 5, but model.num_layers is 4"),
         (["model.module=decoder"], "model.module is 'decoder'"),
+        (
+            ["training.global_batch=1000000000"],
+            "training.global_batch is 1,000,000,000 sequences in one step: expected at most",
+        ),
+        (
+            ["training.global_batch=1000000", "training.sequence_length=4096"],
+            "training.global_batch x training.sequence_length is 4,096,000,000 tokens in one step",
+        ),
         (["training.micro_batches=3"], "training.micro_batches is 3, which does not divide training.global_batch=16"),
         (
             ["training.remat=layer", "moe.save=gate_up"],

@@ -153,11 +153,11 @@ def test_resumed_readers_of_any_number_continue_the_same_batches(lengths, length
     before, after = readers
     straight = train_iterator(dataset, config)
     expected = [next(straight) for _ in range(stop + 2)]
-    first = [train_iterator(dataset, config, process, before) for process in range(before)]
+    first = [train_iterator(dataset, config, rows) for rows in np.split(np.arange(4), before)]
     batches = [[next(reader) for reader in first] for _ in range(stop)]
     state = first[-1].get_state()
     assert state == {"next_index": stop}
-    second = [train_iterator(dataset, config, process, after, start=state["next_index"]) for process in range(after)]
+    second = [train_iterator(dataset, config, rows, start=stop) for rows in np.split(np.arange(4), after)]
     batches += [[next(reader) for reader in second] for _ in range(2)]
     for whole, parts in zip(expected, batches, strict=True):
         for name in whole:
@@ -171,7 +171,7 @@ def test_another_seed_is_another_order():
 
 
 def test_batches_have_the_shapes_and_types_of_the_contract():
-    batch = next(train_iterator(make_dataset([9, 5, 33]), make_config(6, 8), process_index=1, process_count=3))
+    batch = next(train_iterator(make_dataset([9, 5, 33]), make_config(6, 8), rows=[2, 5]))
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
         name: ((2, 8), np.dtype(np.int32)) for name in ("token", "target", "segment", "position")
     }
@@ -182,7 +182,8 @@ def test_batches_have_the_shapes_and_types_of_the_contract():
 def test_held_out_batches_score_every_byte_once_and_nothing_else(lengths, length, batch, processes):
     dataset, config = make_dataset(lengths), make_config(batch * processes, length)
     _, documents = make_store(lengths)
-    readers = [list(heldout_batches(dataset, config, process, processes)) for process in range(processes)]
+    shares = np.split(np.arange(batch * processes), processes)
+    readers = [list(heldout_batches(dataset, config, rows)) for rows in shares]
     assert len({len(reader) for reader in readers}) == 1
     rows = [row for parts in zip(*readers) for part in parts for row in part["target"]]
     scored = np.concatenate(rows)
@@ -195,8 +196,3 @@ def test_a_sequence_longer_than_the_corpus_is_refused():
     with pytest.raises(DataError, match="training.sequence_length is 25, but the corpus has only 24 tokens"):
         train_iterator(make_dataset([10, 12]), make_config(2, 25))
     next(train_iterator(make_dataset([10, 12]), make_config(2, 24)))
-
-
-def test_processes_that_do_not_divide_the_batch_are_refused():
-    with pytest.raises(ValueError, match="training.global_batch=4 over 3 processes"):
-        train_iterator(make_dataset([50]), make_config(4, 8), 0, 3)

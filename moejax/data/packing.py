@@ -9,6 +9,7 @@ Both orders are computed, not drawn from a library's generator, so that no versi
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,14 @@ class ShuffledWindows:
         # Threads ahead of an epoch's end and behind it need two epochs at once.
         self._epoch = functools.lru_cache(maxsize=2)(self._arrange)
 
-    def samples(self, indices: range) -> list[dict[str, np.ndarray]]:
-        """Samples `indices` (from 0 on), each as `Windows.sample`."""
+    def samples(self, indices: Sequence[int] | np.ndarray) -> list[dict[str, np.ndarray]]:
+        """Samples `indices` (from 0 on, ascending), each as `Windows.sample`."""
+        numbers = np.asarray(indices, np.int64)
         samples = []
-        for epoch in range(indices.start // self.per_epoch, (indices.stop - 1) // self.per_epoch + 1):
-            first = epoch * self.per_epoch
-            numbers = np.arange(max(indices.start - first, 0), min(indices.stop - first, self.per_epoch))
+        for epoch in np.unique(numbers // self.per_epoch).tolist():
+            here = numbers[numbers // self.per_epoch == epoch] - epoch * self.per_epoch
             windows = self._epoch(epoch)
-            order = permutation(numbers, self.per_epoch, self._seed, epoch, _WINDOWS)
+            order = permutation(here, self.per_epoch, self._seed, epoch, _WINDOWS)
             samples += [windows.sample(int(window)) for window in order]
         return samples
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
@@ -60,28 +60,27 @@ def open_dataset(config: DataConfig, progress: bool | None = None) -> Dataset:
 
 
 def train_iterator(
-    dataset: Dataset, config: Config, process_index: int = 0, process_count: int = 1, start: int = 0
+    dataset: Dataset, config: Config, rows: Sequence[int] | np.ndarray | None = None, start: int = 0
 ) -> grain.DatasetIterator[Batch]:
     """Training batches without end, from batch number `start`.
 
     Args:
       dataset: from `open_dataset`.
       config: reads training.global_batch, training.sequence_length and data.seed.
-      process_index, process_count: this process gets its rows of every global batch: B / process_count of them, in order.
+      rows: numbers of the rows of every global batch that this process loads (`placement.local_rows`); None: all B.
       start: number of the first batch, counted from the beginning of the run.
     Returns:
-      A Grain iterator of dicts of int32 arrays (B / process_count, L), as `docs/design.md` §3. `get_state()` is
+      A Grain iterator of dicts of int32 arrays (rows, L), as `docs/design.md` §3. `get_state()` is
       `{"next_index": n}`, the number of batches taken since the beginning, the same in every process; `set_state` goes there.
     Raises:
       DataError: sequences longer than the corpus.
-      ValueError: the processes do not divide the global batch.
     """
-    rows = _rows(config, process_index, process_count)
+    rows = range(config.training.global_batch) if rows is None else rows
     samples = ShuffledWindows(dataset.train, config.training.sequence_length, dataset.tokenizer.eos, config.data.seed)
 
     def batch(step: int) -> Batch:
         first = step * config.training.global_batch
-        return _stack(samples.samples(range(first + rows.start, first + rows.stop)))
+        return _stack(samples.samples([first + int(row) for row in rows]))
 
     # Longer than any run; an epoch is the samples' affair, not Grain's.
     steps = grain.MapDataset.range(1 << 62).map(batch)
@@ -91,35 +90,25 @@ def train_iterator(
 
 
 def heldout_batches(
-    dataset: Dataset, config: Config, process_index: int = 0, process_count: int = 1
+    dataset: Dataset, config: Config, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Batch]:
     """Batches that score every byte of the held-out documents exactly once, in order; all of one shape.
 
     The end of a document is not scored: it is no byte. What is missing in the last batch is padding.
 
     Args:
-      dataset, config, process_index, process_count: as `train_iterator`.
+      dataset, config, rows: as `train_iterator`.
     Raises:
       DataError: nothing is held out.
     """
-    rows = _rows(config, process_index, process_count)
+    rows = range(config.training.global_batch) if rows is None else rows
     if not dataset.heldout.num_bytes:
         raise DataError(f"{dataset.folder}: has no held-out text")
     windows = Windows(dataset.heldout, config.training.sequence_length, eos=-1)
     count = len(windows)
     for first in range(0, count, config.training.global_batch):
         # a window past the end is all padding
-        yield _stack([windows.sample(min(first + row, count)) for row in rows])
-
-
-def _rows(config: Config, process_index: int, process_count: int) -> range:
-    rows, left = divmod(config.training.global_batch, process_count)
-    if left or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"training.global_batch={config.training.global_batch} over {process_count} processes, of which this is "
-            f"{process_index}: the processes must divide the batch, and are counted from 0"
-        )
-    return range(process_index * rows, (process_index + 1) * rows)
+        yield _stack([windows.sample(min(first + int(row), count)) for row in rows])
 
 
 def _stack(samples: list[Batch]) -> Batch:

@@ -34,7 +34,10 @@ def compile_step(step: Callable, state: Any, batch: Any) -> tuple[Callable, dict
       The compiled step, and the number of expert products per precision as read from the program itself (`list_gemms`).
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    traced = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).trace(state, batch)
+    first = jax.tree.leaves(shardings)[0]
+    # Metrics are whole in every process, so that each can read them.
+    metrics = jax.NamedSharding(first.mesh, jax.P()) if isinstance(first, jax.NamedSharding) else None
+    traced = jax.jit(step, donate_argnums=0, out_shardings=(shardings, metrics)).trace(state, batch)
     return traced.lower().compile(), count_gemms(traced.jaxpr)
 
 

@@ -11,6 +11,10 @@ import os
 import sys
 from collections.abc import Iterator
 
+import jax
+
+from moejax.training.watchdog import EXIT_CODE, PeerError
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -19,7 +23,8 @@ class Outcome:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[Outcome]:
-    """Turns errors of the user's making inside the `with` into a line on stderr and `exit_code` 1; Ctrl-C into 130.
+    """Turns errors of the user's making inside the `with` into a line on stderr and `exit_code` 1; Ctrl-C into 130; an error
+    of another process of the job into the exit code of the watchdog.
 
     MOEJAX_DEBUG=1 lets every error through with its trace, and shows Orbax's log.
     """
@@ -33,8 +38,11 @@ def one_line_errors() -> Iterator[Outcome]:
     try:
         yield outcome
     except KeyboardInterrupt:
-        _say("interrupted; the same command continues from the newest checkpoint")
+        _say("interrupted; the same command continues from the newest checkpoint (exit code 130)")
         outcome.exit_code = 130
+    except PeerError as error:
+        _say(f"{error}. Rank {jax.process_index()} ends; the same command continues from the newest checkpoint")
+        outcome.exit_code = EXIT_CODE
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         _say(_message(error))
         outcome.exit_code = 1

@@ -53,10 +53,16 @@ class MetricLog:
       folder: the run folder.
       finished: steps already in the checkpoint that the run continues from; later records are dropped.
       tensorboard: also write event files to `folder/tensorboard`.
+      writes: False: writes nothing, as in all processes of a job but the first.
     """
 
-    def __init__(self, folder: pathlib.Path, *, finished: int, tensorboard: bool):
+    def __init__(self, folder: pathlib.Path, *, finished: int, tensorboard: bool, writes: bool = True):
         self.path = folder / "metrics.jsonl"
+        self.missing, self.seconds = 0, 0.0
+        self._file: TextIO | None = None
+        self._board = None
+        if not writes:
+            return
         kept = [record for record in read_records(self.path) if record["step"] <= finished]
         temporary = self.path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
@@ -64,7 +70,6 @@ class MetricLog:
         self.missing = finished - len(kept)  # more than 0 only if someone removed records
         self.seconds = sum(record["seconds"] for record in kept)
         self._file = open(self.path, "a", encoding="utf-8")
-        self._board = None
         if tensorboard:
             from tensorboardX import SummaryWriter  # its import costs 0.3 s: only runs that want it pay
 
@@ -73,6 +78,8 @@ class MetricLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds the record of one step; `record['step']` counts from 1."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(record) + "\n")
         self.seconds += record["seconds"]
         if self._board is None:
@@ -86,12 +93,14 @@ class MetricLog:
 
     def flush(self) -> None:
         """Puts all records on disk; called before each checkpoint."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -123,6 +132,7 @@ def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, wi
             "expert_load_mean": [round(float(x), 4) for x in count_NxE.mean(axis=1)],
             "router_entropy": [round(float(x), 5) for x in metrics["entropy_N"]],
             "dropped_fraction": [round(float(x), 6) for x in metrics["dropped_N"]],
+            "moved_bytes": float(np.sum(metrics["moved_bytes_N"], dtype=np.float64)),
         }
         if with_load:
             record["expert_load"] = [[round(float(x), 3) for x in row] for row in load_NxE]

@@ -21,7 +21,11 @@ _MAX_COLUMNS = 400
 
 
 def summary(records: Sequence[dict], held_out: Any, parameters: int, active_parameters: int) -> dict[str, Any]:
-    """The numbers a script wants from a run; `seconds` is the time of all training steps, over all restarts."""
+    """The numbers a script wants from a run; `seconds` is the time of all training steps, over all restarts.
+
+    `steps_without_record` is more than 0 if somebody removed records from metrics.jsonl: tokens and seconds are then those of
+    the other steps.
+    """
     tokens = sum(record["tokens"] for record in records)
     seconds = sum(record["seconds"] for record in records)
     return {
@@ -30,6 +34,7 @@ def summary(records: Sequence[dict], held_out: Any, parameters: int, active_para
         "heldout_bytes": held_out.bytes,
         "heldout_tokens": held_out.tokens,
         "steps": records[-1]["step"] if records else 0,
+        "steps_without_record": records[-1]["step"] - len(records) if records else 0,
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "seconds": round(seconds, 3),
@@ -40,12 +45,14 @@ def summary(records: Sequence[dict], held_out: Any, parameters: int, active_para
 
 def summary_text(values: dict[str, Any]) -> str:
     """The summary as a person reads it."""
+    lost = values.get("steps_without_record", 0)
+    note = f"\ntokens and seconds leave out {lost:,} steps whose records are no longer in metrics.jsonl" if lost else ""
     return (
         f"held-out loss {values['heldout_nats_per_byte']:.4f} nats per byte "
         f"({values['heldout_bits_per_byte']:.4f} bits per byte, over {values['heldout_bytes']:,} bytes)\n"
         f"{values['steps']:,} steps, {values['tokens']:,} tokens in {values['seconds']:.0f} s "
         f"({values['tokens_per_second']:,.0f} tokens/s); "
-        f"{values['parameters']:,} parameters, {values['active_parameters']:,} active per token"
+        f"{values['parameters']:,} parameters, {values['active_parameters']:,} active per token{note}"
     )
 
 

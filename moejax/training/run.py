@@ -11,13 +11,15 @@ import fcntl
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, TextIO
 
+import jax
 import yaml
 
 from moejax.config import Config
 from moejax.config_load import config_to_dict, numerics_diff
 from moejax.data import Dataset
+from moejax.distributed import barrier
 
 SUMMARY_KEYS = {
     *("heldout_nats_per_byte", "heldout_bits_per_byte", "heldout_bytes", "steps", "tokens", "tokens_per_second"),
@@ -32,6 +34,8 @@ class RunError(RuntimeError):
 class RunFolder:
     """The locked folder of one run; use it in a `with` statement.
 
+    In a job of several processes all see the same folder, and only the first one locks it and writes to it.
+
     Args:
       config: the config of this run: `run_dir` is the folder (created if absent), and the rest is compared with the config
         stored there if it has checkpoints.
@@ -43,6 +47,17 @@ class RunFolder:
         self.path = pathlib.Path(config.run_dir or "runs/default")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.writes = jax.process_index() == 0
+        self._lock: TextIO | None = None
+        if not self.writes:
+            self._check(config)
+            barrier("moejax run folder")
+            if not (self.path / "config.yaml").exists():
+                raise RunError(
+                    f"process {jax.process_index()} does not see the run folder {self.path.absolute()} that process 0 made: "
+                    "put it, with run_dir=…, on a file system that all machines share"
+                )
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
@@ -60,12 +75,14 @@ class RunFolder:
         except BaseException:
             self._lock.close()
             raise
+        barrier("moejax run folder")  # the others have looked at it before anything in it changes
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def summary(self) -> dict[str, Any] | None:
         """`summary.json` if the run has finished, else None."""
@@ -77,8 +94,10 @@ class RunFolder:
         return found
 
     def write(self, name: str, text: str) -> pathlib.Path:
-        """Writes a file of the run so that it is whole or absent; returns its path."""
+        """Writes a file of the run so that it is whole or absent; returns its path. Only the first process writes."""
         path = self.path / name
+        if not self.writes:
+            return path
         temporary = path.with_name(name + ".tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
@@ -104,6 +123,13 @@ class RunFolder:
         self.write("summary.json", json.dumps(values, indent=2) + "\n")
 
     def _check_or_store(self, config: Config) -> None:
+        self._check(config)
+        try:
+            self.write("config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
+        except OSError as error:
+            raise RunError(f"can't write to the run folder {self.path}: {error.strerror}") from error
+
+    def _check(self, config: Config) -> None:
         self.started = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         if self.started and (stored := read_stored(self.path / "config.yaml")) is not None:
             changed = numerics_diff(stored, config)
@@ -112,10 +138,6 @@ class RunFolder:
                     f"{self.path} holds a run with another config: {'; '.join(changed)}. "
                     f"Undo the change, choose another folder with run_dir=…, or delete {self.path}"
                 )
-        try:
-            self.write("config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
-        except OSError as error:
-            raise RunError(f"can't write to the run folder {self.path}: {error.strerror}") from error
 
 
 def read_stored(path: pathlib.Path) -> dict[str, Any] | None:

@@ -42,7 +42,8 @@ def data_order_survives_resume(case):
         """Ids of every global batch, the readers' rows side by side; all readers are replaced after one step."""
         seen, state = [], None
         for count, steps in ((readers, range(restart_after)), (readers_after, range(restart_after, given["steps"]))):
-            iterators = [train_iterator(dataset, config, process, count) for process in range(count)]
+            shares = np.split(np.arange(given["global_batch"]), count)
+            iterators = [train_iterator(dataset, config, rows) for rows in shares]
             for iterator in iterators:
                 if state is not None:
                     iterator.set_state(state)

@@ -1,0 +1,314 @@
+"""Several real processes on this machine, over loopback: the same numbers as one, and a clear end when one of them dies."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from moejax.checkpoint import named_leaves
+from moejax.config import DistributedConfig
+from moejax.config_load import ConfigError, load
+from moejax.distributed import DistributedError, Launch, find_launch
+from moejax.training.metrics import read_records
+from tests.test_train_cli import ROOT, environment, read_checkpoint, write_config
+
+STEPS, STALL = 20, 8
+# SGD: Adam would hide a factor of two. A constant rate: the length of the run is no part of the program.
+SETTINGS = [
+    "optimizer.name=sgd",
+    "optimizer.learning_rate=0.3",
+    "optimizer.schedule=constant",
+    "moe.num_experts=4",
+    "training.global_batch=8",
+    "checkpoint.every_steps=4",
+    f"training.steps={STEPS}",
+    f"distributed.stall_seconds={STALL}",
+]
+MESHES = {1: [], 2: ["mesh.data=1", "mesh.expert=2"], 4: ["mesh.data=1", "mesh.fsdp=2", "mesh.expert=2"]}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """Processes of one command, started; `finish` waits for all and returns their outputs and exit codes."""
+
+    def __init__(self, folder, ranks, command):
+        where = [f"distributed.coordinator=localhost:{free_port()}", f"distributed.processes={ranks}"]
+        self.files = [open(folder / f"rank{rank}.log", "w+") for rank in range(ranks)]
+        self.children = [
+            subprocess.Popen(
+                [*command, *(where if ranks > 1 else []), *([f"distributed.process={rank}"] if ranks > 1 else [])],
+                cwd=folder, env=environment(), stdout=self.files[rank], stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def wait_for(self, ready, seconds=150):
+        deadline = time.monotonic() + seconds
+        while not ready() and time.monotonic() < deadline and all(child.poll() is None for child in self.children):
+            time.sleep(0.01)
+        if not ready():
+            outputs, codes = self.finish(kill=True)
+            raise AssertionError(f"codes {codes}\n" + "\n".join(outputs))
+
+    def finish(self, seconds=150, leave_out=(), kill=False):
+        """Exit codes and outputs; `leave_out`: ranks that can't end by themselves and are killed after the others."""
+        deadline = time.monotonic() + seconds
+        try:
+            for rank, child in enumerate(self.children):
+                if rank not in leave_out and not kill:
+                    child.wait(max(deadline - time.monotonic(), 0.1))
+        finally:
+            for child in self.children:
+                child.kill()
+                child.wait()
+        outputs = []
+        for file in self.files:
+            file.seek(0)
+            outputs.append(file.read())
+            file.close()
+        return outputs, [child.returncode for child in self.children]
+
+
+def train(folder, path, ranks, run_dir, *overrides):
+    command = [sys.executable, str(ROOT / "train.py"), str(path), *SETTINGS, *MESHES[ranks], f"run_dir={run_dir}"]
+    return Job(folder, ranks, [*command, *overrides])
+
+
+def outcome(folder, run_dir):
+    records = {r["step"]: r for r in read_records(folder / run_dir / "metrics.jsonl")}
+    state = read_checkpoint(folder / run_dir / "checkpoints", STEPS)["state"]
+    return records, {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(state).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process that all others must equal."""
+    folder = tmp_path_factory.mktemp("distributed")
+    path = write_config(folder)
+    outputs, codes = train(folder, path, 1, "runs/alone").finish()
+    assert codes == [0], outputs
+    return folder, path, *outcome(folder, "runs/alone")
+
+
+def assert_same_metrics(expected, got, steps):
+    assert steps
+    for step in steps:
+        for name in ("loss", "balance_loss", "grad_norm"):
+            assert got[step][name] == pytest.approx(expected[step][name], rel=1e-6), (step, name)
+        for name in ("tokens", "expert_load_mean", "learning_rate"):
+            assert got[step][name] == expected[step][name], (step, name)
+
+
+def ended_within_the_bound(job, lost, seconds):
+    """All processes but `lost` end by themselves, non-zero, and say which rank was lost and at which step."""
+    outputs, codes = job.finish(seconds, leave_out=(lost,))
+    for rank, (output, code) in enumerate(zip(outputs, codes, strict=True)):
+        if rank != lost:
+            assert code == 75, (rank, code, output)
+            assert re.search(rf"error: rank {lost} has been silent .* at step \d+ \(", output), output
+            assert f"Rank {rank} ends" in output
+
+
+def test_one_of_four_processes_is_killed_and_two_continue_with_the_numbers_of_one(alone):
+    """Four processes train as one does until one of them is killed; the others end; two processes finish the run."""
+    folder, path, expected, leaves = alone
+    run = folder / "runs/killed"
+    job = train(folder, path, 4, "runs/killed")
+    job.wait_for(lambda: (run / "checkpoints" / "4").exists())
+    started = time.monotonic()
+    job.children[2].send_signal(signal.SIGKILL)
+    ended_within_the_bound(job, lost=2, seconds=3 * STALL)
+    assert time.monotonic() - started < 2 * STALL + 5
+    seen = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
+    assert_same_metrics(expected, seen, range(1, 5))
+
+    outputs, codes = train(folder, path, 2, "runs/killed").finish()
+    assert codes == [0, 0], outputs
+    assert "continuing runs/killed from step" in outputs[0] and "2 cpu device(s) of 2 processes" in outputs[0]
+    assert "step " not in outputs[1] and "held-out" not in outputs[1], "only the first process reports"
+    got, got_leaves = outcome(folder, "runs/killed")
+    assert_same_metrics(expected, got, range(1, STEPS + 1))
+    errors = {
+        name: np.linalg.norm(got_leaves[name] - leaf) / np.linalg.norm(leaf)
+        for name, leaf in leaves.items()
+        if np.linalg.norm(leaf)
+    }
+    assert max(errors.values()) < 1e-6, errors
+    summaries = [json.loads((folder / f"runs/{name}/summary.json").read_text()) for name in ("alone", "killed")]
+    assert summaries[1]["heldout_nats_per_byte"] == pytest.approx(summaries[0]["heldout_nats_per_byte"], rel=1e-6)
+    assert summaries[1]["tokens"] == summaries[0]["tokens"]
+
+
+@pytest.mark.slow
+def test_one_of_four_processes_is_stopped_and_the_job_ends_within_the_bound(alone):
+    folder, path, _, _ = alone
+    run = folder / "runs/stopped"
+    job = train(folder, path, 4, "runs/stopped", "training.steps=100000")
+    job.wait_for(lambda: (run / "checkpoints" / "4").exists())
+    started = time.monotonic()
+    job.children[1].send_signal(signal.SIGSTOP)
+    ended_within_the_bound(job, lost=1, seconds=4 * STALL)
+    assert time.monotonic() - started < 2 * STALL + 5
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step(alone):
+    folder, path, expected, _ = alone
+    run = folder / "runs/told"
+    job = train(folder, path, 2, "runs/told", "training.steps=100000")
+    job.wait_for(lambda: (run / "checkpoints" / "4").exists())
+    job.children[1].send_signal(signal.SIGTERM)
+    outputs, codes = job.finish()
+    assert codes == [143, 143], outputs
+    step = int(re.search(r"SIGTERM: saved step (\d+) of", outputs[0])[1])
+    assert (run / "checkpoints" / str(step)).exists()
+    got = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
+    assert max(got) == step
+    assert_same_metrics(expected, got, range(1, min(step, STEPS) + 1))
+
+
+LAYER = """
+    import sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import multihost_utils
+    from moejax.config import Config, DistributedConfig, MeshConfig, ModelConfig, MoEConfig, RouterConfig
+    from moejax.distributed import processes
+    from moejax.mesh import make_mesh
+    from moejax.ops.moe import moe_layer, prepare_experts
+    from moejax.ops.routing import route
+    from moejax.ops.spec import moe_spec
+
+    keys = dict(argument.split("=") for argument in sys.argv[1:])
+    where = DistributedConfig(keys["distributed.coordinator"], int(keys["distributed.processes"]), int(keys["distributed.process"]))
+    with processes(where):
+        config = Config(model=ModelConfig(d_model=20), moe=MoEConfig(num_experts=8, expert_width=28, router=RouterConfig(top_k=3)))
+        draw = np.random.default_rng(0).normal
+        x, logits, dy = (draw(size=(4, 6, n)).astype(np.float32) for n in (20, 8, 20))
+        gate_up, down = draw(size=(8, 2, 28, 20)).astype(np.float32), draw(size=(8, 20, 28)).astype(np.float32)
+
+        def run(mesh):
+            spec = moe_spec(config, mesh)
+            def layer(x, logits, gate_up, down):
+                weight, expert, _ = route(logits, None, spec)
+                return moe_layer(x, weight, expert, prepare_experts(gate_up, down, spec), spec)[0]
+            def both(x, logits, gate_up, down, dy):
+                y, pull = jax.vjp(layer, x, logits, gate_up, down)
+                return y, *pull(dy)
+            whole, experts = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("expert"))
+            place = lambda a, s: jax.make_array_from_callback(a.shape, s, lambda i: a[i])
+            inputs = [place(a, experts if a.ndim > 2 and a.shape[0] == 8 else whole) for a in (x, logits, gate_up, down, dy)]
+            with jax.set_mesh(mesh):
+                return [np.asarray(out) for out in jax.jit(both, out_shardings=whole)(*inputs)]
+
+        auto = jax.sharding.AxisType.Auto
+        spread = run(make_mesh(MeshConfig(data=1, expert=jax.process_count()), 8, axis_type=auto))
+        one = run(make_mesh(MeshConfig(data=1), 8, jax.local_devices(), axis_type=auto))
+        for name, a, b in zip(("y", "dx", "dlogits", "dw_gate_up", "dw_down"), one, spread):
+            assert np.abs(a).max() > 0 and a.tobytes() == b.tobytes(), name
+        print("equal bits on", jax.process_count())
+"""
+
+
+def test_the_expert_layer_over_processes_gives_the_bits_of_one(tmp_path):
+    outputs, codes = Job(tmp_path, 4, [sys.executable, "-c", textwrap.dedent(LAYER)]).finish()
+    assert codes == [0, 0, 0, 0], outputs
+    assert "equal bits on 4" in outputs[0]
+
+
+# Finding the job this process belongs to.
+
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[01-02]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+}  # fmt: skip
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ({}, {}, None),
+        ({}, SLURM, Launch("slurm")),
+        ({}, SLURM | {"CUDA_VISIBLE_DEVICES": "6"}, Launch("slurm", devices=(0,))),  # --gpus-per-task=1: number 0 here
+        ({"devices": "all"}, SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, Launch("slurm", devices=(0, 1, 2))),
+        ({}, SLURM | {"SLURM_NTASKS": "1"}, None),
+        ({"cluster": "none"}, SLURM, None),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "4"}, Launch("ompi")),
+        ({"cluster": "mpi4py"}, {}, Launch("mpi4py")),
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # any pod has it
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Launch("k8s")),
+        ({"coordinator": "a:1", "processes": 4, "process": 3}, SLURM, Launch("config", "a:1", 4, 3)),
+        ({"processes": 4, "process": 3}, {"JAX_COORDINATOR_ADDRESS": "b:2"}, Launch("config", "b:2", 4, 3)),
+        (
+            {"coordinator": "a:1", "processes": 16, "process": 11},
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+            Launch("config", "a:1", 16, 11, (3,)),
+        ),
+        (
+            {"coordinator": "a:1", "processes": 2, "process": 1, "devices": "4, 5"},
+            {},
+            Launch("config", "a:1", 2, 1, (4, 5)),
+        ),
+    ],
+)
+def test_the_job_is_found_in_the_config_or_the_environment(given, environment, expected):
+    assert find_launch(DistributedConfig(**given), NO_GPU | environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "said"),
+    [
+        ({"process": 1}, {}, "distributed.process=1 given, but not distributed.coordinator and distributed.processes"),
+        ({"coordinator": "a:1", "processes": 2}, {}, "but not distributed.process:"),
+        ({"coordinator": "node", "processes": 2, "process": 0}, {}, "expected host:port"),
+        (
+            {"coordinator": "a:1", "processes": 2, "process": 2},
+            {},
+            "distributed.process is 2, but distributed.processes=2",
+        ),
+        ({"devices": "gpu0"}, SLURM, "distributed.devices is 'gpu0': expected auto, all"),
+        (
+            {},
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
+            "SLURM_STEP_NODELIST, SLURM_LOCALID is not set",
+        ),
+    ],
+)
+def test_half_given_settings_say_what_is_missing(given, environment, said):
+    with pytest.raises(DistributedError) as caught:
+        find_launch(DistributedConfig(**given), NO_GPU | environment)
+    assert said in str(caught.value)
+
+
+def test_half_given_settings_are_refused_with_the_rest_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"distributed\.coordinator is not set, but distributed\.processes=2"):
+        load(write_config(tmp_path), ["distributed.processes=2", "distributed.process=0"])
+
+
+def test_a_process_that_waits_for_others_in_vain_says_so(tmp_path):
+    """The second of two processes never comes."""
+    code = """
+    import sys
+    from moejax.config import DistributedConfig
+    from moejax.distributed import processes
+    keys = dict(argument.split("=") for argument in sys.argv[1:])
+    with processes(DistributedConfig(keys["distributed.coordinator"], 2, 0, start_seconds=3)):
+        pass
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), f"distributed.coordinator=localhost:{free_port()}"]
+    started = time.monotonic()
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and time.monotonic() - started < 30
+    assert re.search(r"error: process 0 of 2, .* distributed.start_seconds=3", done.stderr), done.stderr
