@@ -28,7 +28,7 @@ Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, co
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
     return {std::string(name) + " is not aligned to 16 bytes, which bulk tensor copies need"};
   }
-  const int size = element == Element::kBf16 ? 2 : 4;
+  const int size = element == Element::kE4m3 ? 1 : element == Element::kBf16 ? 2 : 4;
   if (shape.inner * size % 16 != 0) {
     return {std::string(name) + " has rows of " + std::to_string(shape.inner) + " elements, must be a multiple of " +
             std::to_string(16 / size)};
@@ -41,8 +41,10 @@ Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, co
   strides[2] = strides[1] * dims[2];
   cuuint32_t box[4] = {static_cast<cuuint32_t>(kPanelRowBytes / size), kPanelRows, 1, 1};
   cuuint32_t steps[4] = {1, 1, 1, 1};
-  CUresult result = encode(map, element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4,
-                           const_cast<void*>(address), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  const CUtensorMapDataType type = element == Element::kE4m3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUresult result = encode(map, type, 4, const_cast<void*>(address), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return {std::string("tensor map of ") + name + " (" + std::to_string(shape.inner) + " x " + std::to_string(shape.outer) + " x " +

@@ -8,7 +8,7 @@
 
 namespace moe {
 
-enum class Element { kBf16, kFp32 };
+enum class Element { kBf16, kFp32, kE4m3 };
 
 struct TensorShape {
   int64_t inner = 1, outer = 1, halves = 1, experts = 1;

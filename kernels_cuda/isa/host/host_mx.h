@@ -1,0 +1,52 @@
+// The instruction layer on the host, with the FP8 products: the members of Sm90Mx (../sm90_mx.cuh). Sums are FP32, not the tensor core's shorter ones.
+#pragma once
+
+#include "../../quantize_math.h"
+#include "host.h"
+
+namespace moe {
+
+struct HostMx : Host {
+  template <bool kFirst>
+  static void mma_e4m3(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
+    const int block = host::block(), group = host::thread() / 128;
+    host::meet(1000 + group, host::thread() % 128, 128, "mma_e4m3", desc_a * 31 + desc_b, acc, [=](void** data) {
+      std::vector<float*> accs(128);
+      for (int t = 0; t < 128; ++t) accs[t] = static_cast<float*>(data[t]);
+      host::queue_product(group, [=] { product(block, accs, desc_a, desc_b, kFirst); });
+    });
+  }
+  static uint32_t load_code(const uint8_t* address) { return *address; }
+  static void load_codes(const uint8_t* address, uint32_t (&codes)[8]) {
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) host::fail("codes are read in pieces of 16 bytes");
+    std::memcpy(codes, address, 32);
+  }
+
+ private:
+  // Element (row, k) of a K-major operand under the 128-byte swizzle.
+  static float element(int block, uint64_t desc, int row, int k) {
+    if (desc >> 62 != 1) host::fail("a wgmma descriptor must say 128-byte swizzle");
+    const uint32_t start = static_cast<uint32_t>(desc & 0x3FFF) << 4, stride = static_cast<uint32_t>(desc >> 32 & 0x3FFF) << 4;
+    uint32_t address = start + row / 8 * stride + row % 8 * 128 + k;
+    address ^= (address >> 7 & 7) << 4;
+    return mx::from_e4m3(*host::shared(block, address, 1));
+  }
+
+  static void product(int block, const std::vector<float*>& accs, uint64_t desc_a, uint64_t desc_b, bool first) {
+    std::vector<float> b(128 * 32);
+    for (int j = 0; j < 128; ++j) {
+      for (int k = 0; k < 32; ++k) b[j * 32 + k] = element(block, desc_b, j, k);
+    }
+    for (int i = 0; i < 64; ++i) {
+      float a[32];
+      for (int k = 0; k < 32; ++k) a[k] = element(block, desc_a, i, k);
+      for (int j = 0; j < 128; ++j) {
+        float& d = accs[i / 16 * 32 + i % 8 * 4 + j % 8 / 2][j / 8 * 4 + i % 16 / 8 * 2 + j % 2];
+        if (first) d = 0.0f;
+        for (int k = 0; k < 32; ++k) d += a[k] * b[j * 32 + k];
+      }
+    }
+  }
+};
+
+}  // namespace moe

@@ -1,0 +1,14 @@
+// Host side of the FP8 grouped GEMMs: launch a task list. See mx_gemm_kernels.cu.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "mx_roles.h"
+
+namespace moe {
+
+// Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
+cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStream_t stream);
+
+}  // namespace moe

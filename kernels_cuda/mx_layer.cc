@@ -1,0 +1,426 @@
+// The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
+// the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
+//
+// x and dY are quantised while they are gathered from their tokens; h, d(gate), d(up) and weight * h where the products before left
+// them. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
+#include "gemm_kernels.h"
+#include "kernel_check.h"
+#include "mx_gemm_kernels.h"
+#include "mx_moe.h"
+#include "quantize.h"
+#include "rows.h"
+#include "task_list.h"
+#include "tensor_map.h"
+
+namespace moe {
+namespace {
+
+constexpr int kTileN = 256;  // accumulator columns of a block
+
+#define MOE_RETURN_IF_ERROR(expression)   \
+  do {                                    \
+    Status status_ = (expression);        \
+    if (!status_.ok()) return status_;    \
+  } while (0)
+
+int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
+
+// Hands out 1024-byte aligned pieces of the workspace; with a null base it only measures.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<uint8_t*>(base)) {}
+  template <class T>
+  T* take(int64_t elements) {
+    uint8_t* at = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (static_cast<size_t>(elements) * sizeof(T) + 1023) / 1024 * 1024;
+    return reinterpret_cast<T*>(at);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  size_t used_ = 0;
+};
+
+Status check_shape(const LayerShape& s) {
+  auto say = [](const char* name, int64_t value, const char* rule) {
+    return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
+  };
+  if (s.d_model < 32 || s.d_model % 32 != 0) return say("d_model", s.d_model, "a positive multiple of 32 (a scale block of MXFP8)");
+  if (s.width < 32 || s.width % 32 != 0) return say("width", s.width, "a positive multiple of 32 (a scale block of MXFP8)");
+  if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
+  if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
+  if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");
+  if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
+  if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
+  if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
+  return {};
+}
+
+int m_extent(const LayerShape& s, Kind kind) { return static_cast<int>(kind == kWgradDown ? s.d_model : s.width); }
+int n_extent(const LayerShape& s, Kind kind) {
+  const bool width = kind == kGateUp || kind == kDgradDown || kind == kWgradDown;
+  return static_cast<int>(width ? s.width : s.d_model);
+}
+
+TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
+  TaskList list = {};
+  list.kind = kind;
+  list.tile_n = kind == kGateUp ? kTileN / 2 : kTileN;
+  list.m_extent = m_extent(s, kind);
+  list.n_extent = n_extent(s, kind);
+  list.skip_empty = skip_empty;
+  list.tasks = workspace.take<Task>(max_tasks(s, list));
+  list.num_tasks = workspace.take<int32_t>(1);
+  return list;
+}
+
+MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activation& act, bool fp8) {
+  MxArguments<CUtensorMap> args = {};
+  args.num_rows = s.rows;
+  args.m_extent = m_extent(s, kind);
+  args.n_extent = n_extent(s, kind);
+  const int64_t contraction = kind == kDown || kind == kDgradGateUp ? s.width : s.d_model;
+  args.k_blocks = static_cast<int>(fp8 ? (contraction + 127) / 128 : (contraction + 63) / 64);
+  args.act = act;
+  return args;
+}
+
+Status run_gemm(const TaskList& list, const MxArguments<CUtensorMap>& args, bool fp8, cudaStream_t stream) {
+  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  cudaError_t error;
+  if (fp8) {
+    error = launch_mx_gemm(list.kind, {args, list.tasks, list.num_tasks}, stream);
+  } else {
+    const GemmArguments<CUtensorMap>& plain = args;
+    error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream);
+  }
+  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
+}
+
+// An operand of a product, as bytes and codes, or BF16.
+struct Operand {
+  void* data = nullptr;
+  uint8_t* codes = nullptr;
+  bool fp8 = false;
+
+  MxOutput output(Form aligned, bool transposed, CodeLayout layout = CodeLayout::kPlain) const {
+    MxOutput out;
+    out.form = data == nullptr ? Form::kNone : fp8 ? aligned : Form::kDequantized;
+    out.transposed = fp8 && transposed;
+    out.layout = layout;
+    out.elements = data;
+    out.codes = codes;
+    return out;
+  }
+};
+
+// Space for `halves` matrices of rows of `width`, quantised along rows (a product's A) or columns (an operand of a weight gradient).
+Operand take_operand(Workspace& w, const LayerShape& s, bool fp8, int64_t width, int64_t halves = 1) {
+  Operand o;
+  o.fp8 = fp8;
+  const int64_t elements = halves * s.rows * width;
+  o.data = fp8 ? static_cast<void*>(w.take<uint8_t>(elements)) : static_cast<void*>(w.take<uint16_t>(elements));
+  if (fp8) o.codes = w.take<uint8_t>(halves * s.rows * blocks_of_128(width));  // the larger of both orientations: M is a multiple of 128
+  return o;
+}
+
+TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
+
+Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves = 1) {
+  return encode_tensor_map(map, name, o.fp8 ? Element::kE4m3 : Element::kBf16, o.data, rows_shape(s, width, halves));
+}
+// Of an operand of a weight gradient: transposed in FP8, as rows in BF16.
+Status column_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves = 1) {
+  if (!o.fp8) return encode_tensor_map(map, name, Element::kBf16, o.data, rows_shape(s, width, halves));
+  return encode_tensor_map(map, name, Element::kE4m3, o.data, {s.rows, width, halves, 1});
+}
+Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1) {
+  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves));
+}
+
+struct WeightMaps {
+  CUtensorMap gate_up_fprop, gate_up_dgrad, down_fprop, down_dgrad;
+};
+
+Status weight_maps(WeightMaps* maps, const LayerShape& s, bool fp8, const MxWeights& w) {
+  const Element element = fp8 ? Element::kE4m3 : Element::kBf16;
+  const int64_t D = s.d_model, F = s.width;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->down_fprop, "down_fprop", element, w.down_fprop, {F, D, 1, s.experts}));
+  const TensorShape gate_up = fp8 ? TensorShape{F, D, 2, s.experts} : TensorShape{D, F, 2, s.experts};
+  const TensorShape down = fp8 ? TensorShape{D, F, 1, s.experts} : TensorShape{F, D, 1, s.experts};
+  if (w.gate_up_dgrad == nullptr) return {};
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_dgrad, "gate_up_dgrad", element, w.gate_up_dgrad, gate_up));
+  return encode_tensor_map(&maps->down_dgrad, "down_dgrad", element, w.down_dgrad, down);
+}
+
+// Rows in memory, or gathered from tokens.
+QuantizeSource rows_source(const LayerShape& s, const Plan& plan, const uint16_t* data, int64_t width, int64_t halves = 1) {
+  QuantizeSource source;
+  source.data = data;
+  source.batch = halves;
+  source.rows = s.rows;
+  source.columns = width;
+  source.slot_M = plan.slot_M;
+  return source;
+}
+QuantizeSource token_source(const LayerShape& s, const Plan& plan, const uint16_t* tokens) {
+  QuantizeSource source = rows_source(s, plan, tokens, s.d_model);
+  source.gather = s.top_k;
+  return source;
+}
+
+Status quantize_gate_up(const LayerShape& s, const Plan& plan, const uint16_t* gate_up_2xMxF, const MxSaved& saved, cudaStream_t stream) {
+  MxOutput out;
+  out.form = Form::kAligned;
+  out.elements = saved.elements_2xMxF;
+  out.codes = saved.codes;
+  return quantize(rows_source(s, plan, gate_up_2xMxF, s.width, 2), out, {}, stream);
+}
+
+struct ForwardMemory {
+  Operand x, h_operand;
+  uint16_t* h_MxF;
+  uint16_t* y_MxD;
+  uint16_t* gate_up_2xMxF;  // on its way to MXFP8
+  TaskList gate_up, down;
+};
+
+ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool save_mx) {
+  ForwardMemory m;
+  m.x = take_operand(w, s, fp8, s.d_model);
+  m.h_operand = take_operand(w, s, fp8, s.width);
+  m.h_MxF = w.take<uint16_t>(s.rows * s.width);
+  m.y_MxD = w.take<uint16_t>(s.rows * s.d_model);
+  m.gate_up_2xMxF = save_mx ? w.take<uint16_t>(2 * s.rows * s.width) : nullptr;
+  m.gate_up = take_list(w, s, kGateUp);
+  m.down = take_list(w, s, kDown);
+  return m;
+}
+
+struct BackwardMemory {
+  Operand dy, d_gate_up;                               // A of the data gradients
+  Operand dy_columns, scaled_h_columns, x_columns, d_gate_up_columns;  // of the weight gradients
+  Operand x;                                           // A of gate_up when it is computed again
+  uint16_t* d_gate_up_2xMxF;
+  uint16_t* scaled_h_MxF;
+  uint16_t* gate_up_2xMxF;
+  uint16_t* dx_MxD;
+  float* partial_CxM;
+  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
+};
+
+BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOptions& options, bool accumulate) {
+  BackwardMemory m = {};
+  const bool fp8 = options.mode == MxMode::kAligned;
+  const bool fp8_wgrad = fp8 && !options.wgrad_bf16;
+  m.dy = take_operand(w, s, fp8, s.d_model);
+  m.d_gate_up = take_operand(w, s, fp8, s.width, 2);
+  m.x = take_operand(w, s, fp8, s.d_model);
+  m.dy_columns = take_operand(w, s, fp8_wgrad, s.d_model);
+  m.x_columns = take_operand(w, s, fp8_wgrad, s.d_model);
+  m.d_gate_up_2xMxF = w.take<uint16_t>(2 * s.rows * s.width);
+  m.scaled_h_MxF = w.take<uint16_t>(s.rows * s.width);
+  if (options.wgrad_bf16) {  // read as they are
+    m.scaled_h_columns.data = m.scaled_h_MxF;
+    m.d_gate_up_columns.data = m.d_gate_up_2xMxF;
+  } else {
+    m.scaled_h_columns = take_operand(w, s, fp8_wgrad, s.width);
+    m.d_gate_up_columns = take_operand(w, s, fp8_wgrad, s.width, 2);
+  }
+  m.gate_up_2xMxF = w.take<uint16_t>(2 * s.rows * s.width);
+  m.dx_MxD = w.take<uint16_t>(s.rows * s.d_model);
+  m.partial_CxM = w.take<float>(blocks_of_128(s.width) * s.rows);
+  m.dgrad_down = take_list(w, s, kDgradDown);
+  m.dgrad_gate_up = take_list(w, s, kDgradGateUp);
+  m.wgrad_down = take_list(w, s, kWgradDown, accumulate);
+  m.wgrad_gate_up = take_list(w, s, kWgradGateUp, accumulate);
+  m.gate_up = take_list(w, s, kGateUp);
+  return m;
+}
+
+// x as A of gate_up.
+Status quantize_x(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const Operand& x, cudaStream_t stream) {
+  if (x.fp8) return dispatch_quantized(s, x_TxD, plan, static_cast<uint8_t*>(x.data), x.codes, stream);
+  return quantize(token_source(s, plan, x_TxD), x.output(Form::kAligned, false), {}, stream);
+}
+
+}  // namespace
+
+Status prepare_mx_weight(MxMode mode, const void* master, bool fp32, int64_t matrices, int64_t rows, int64_t columns, void* fprop,
+                         uint8_t* fprop_codes, void* dgrad, uint8_t* dgrad_codes, cudaStream_t stream) {
+  QuantizeSource source;
+  source.data = master;
+  source.fp32 = fp32;
+  source.batch = matrices;
+  source.rows = rows;
+  source.columns = columns;
+  if (rows % 32 != 0) return {"rows is " + std::to_string(rows) + ", must be a multiple of 32 (a scale block of MXFP8)"};
+  const bool fp8 = mode == MxMode::kAligned;
+  const Operand a = {fprop, fprop_codes, fp8}, b = {dgrad, dgrad_codes, fp8};
+  return quantize(source, a.output(Form::kAlignedTile, false), b.output(Form::kAlignedTile, true), stream);
+}
+
+size_t mx_forward_workspace_bytes(const LayerShape& s, const MxOptions& options) {
+  Workspace measure(nullptr);
+  forward_memory(measure, s, options.mode == MxMode::kAligned, true);
+  return measure.used();
+}
+
+Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& options, const uint16_t* x_TxD, const float* weight_TxK,
+                  const Plan& plan, const MxWeights& weights, uint16_t* y_TxD, const MxSaved& saved, void* workspace,
+                  cudaStream_t stream) {
+  MOE_RETURN_IF_ERROR(check_shape(s));
+  const bool fp8 = options.mode == MxMode::kAligned;
+  const bool save_mx = saved.elements_2xMxF != nullptr;
+  Workspace space(workspace);
+  ForwardMemory m = forward_memory(space, s, fp8, save_mx);
+  TaskList lists[] = {m.gate_up, m.down};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
+  MOE_RETURN_IF_ERROR(quantize_x(s, x_TxD, plan, m.x, stream));
+  WeightMaps maps;
+  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
+
+  auto up = arguments(s, kGateUp, act, fp8);
+  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model));
+  up.b = maps.gate_up_fprop;
+  up.a_codes = m.x.codes;
+  up.b_codes = weights.gate_up_fprop_codes;
+  MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));
+  up.write_out = 1;
+  const uint16_t* gate_up = save_mx ? m.gate_up_2xMxF : saved.gate_up_2xMxF;
+  if (gate_up != nullptr) {
+    MOE_RETURN_IF_ERROR(bf16_map(&up.gate_up, "gate_up", s, gate_up, s.width, 2));
+    up.save_gate_up = 1;
+  }
+  MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
+  if (save_mx) MOE_RETURN_IF_ERROR(quantize_gate_up(s, plan, gate_up, saved, stream));
+  MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
+
+  auto down = arguments(s, kDown, act, fp8);
+  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width));
+  down.b = maps.down_fprop;
+  down.a_codes = m.h_operand.codes;
+  down.b_codes = weights.down_fprop_codes;
+  down.slot_M = plan.slot_M;
+  down.weight_TxK = weight_TxK;
+  if (s.top_k == 1) {  // the combine is a product per row: the down product does it and writes to the tokens
+    down.scatter = reinterpret_cast<uint8_t*>(y_TxD);
+    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
+    return run_gemm(m.down, down, fp8, stream);
+  }
+  MOE_RETURN_IF_ERROR(bf16_map(&down.out, "y", s, m.y_MxD, s.d_model));
+  MOE_RETURN_IF_ERROR(run_gemm(m.down, down, fp8, stream));
+  return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
+}
+
+size_t mx_backward_workspace_bytes(const LayerShape& s, const MxOptions& options) {
+  Workspace measure(nullptr);
+  backward_memory(measure, s, options, false);
+  return measure.used();
+}
+
+Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& options, const uint16_t* x_TxD, const float* weight_TxK,
+                   const uint16_t* dy_TxD, const Plan& plan, const MxWeights& weights, const MxSaved& saved, uint16_t* dx_TxD,
+                   float* d_weight_TxK, float* dw_gate_up, float* dw_down, bool accumulate, void* workspace, cudaStream_t stream) {
+  MOE_RETURN_IF_ERROR(check_shape(s));
+  const bool fp8 = options.mode == MxMode::kAligned;
+  const bool fp8_wgrad = fp8 && !options.wgrad_bf16;
+  const bool recompute = saved.gate_up_2xMxF == nullptr && saved.elements_2xMxF == nullptr;
+  const int64_t D = s.d_model, F = s.width;
+  Workspace space(workspace);
+  BackwardMemory m = backward_memory(space, s, options, accumulate);
+  TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
+  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
+  WeightMaps maps;
+  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
+
+  if (options.wgrad_bf16) {
+    MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, static_cast<uint16_t*>(m.dy_columns.data), stream));
+    MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, static_cast<uint16_t*>(m.x_columns.data), stream));
+    MOE_RETURN_IF_ERROR(quantize_x(s, dy_TxD, plan, m.dy, stream));
+  } else {
+    MOE_RETURN_IF_ERROR(quantize(token_source(s, plan, dy_TxD), m.dy.output(Form::kAligned, false),
+                                 m.dy_columns.output(Form::kAligned, true), stream));
+    MOE_RETURN_IF_ERROR(
+        quantize(token_source(s, plan, x_TxD), {}, m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment), stream));
+  }
+
+  const uint16_t* gate_up_rows = saved.gate_up_2xMxF != nullptr ? saved.gate_up_2xMxF : m.gate_up_2xMxF;
+  CUtensorMap gate_up;
+  MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
+  if (recompute) {
+    MOE_RETURN_IF_ERROR(quantize_x(s, x_TxD, plan, m.x, stream));
+    auto up = arguments(s, kGateUp, act, fp8);
+    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
+    up.b = maps.gate_up_fprop;
+    up.a_codes = m.x.codes;
+    up.b_codes = weights.gate_up_fprop_codes;
+    up.gate_up = gate_up;
+    up.save_gate_up = 1;
+    MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
+  } else if (saved.elements_2xMxF != nullptr) {
+    MOE_RETURN_IF_ERROR(dequantize_aligned_rows(s, plan, saved.elements_2xMxF, saved.codes, F, 2, m.gate_up_2xMxF, stream));
+  }
+
+  auto dh = arguments(s, kDgradDown, act, fp8);
+  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dy, D));
+  dh.b = maps.down_dgrad;
+  dh.a_codes = m.dy.codes;
+  dh.b_codes = weights.down_dgrad_codes;
+  dh.gate_up = gate_up;
+  MOE_RETURN_IF_ERROR(bf16_map(&dh.out, "d_gate_up", s, m.d_gate_up_2xMxF, F, 2));
+  MOE_RETURN_IF_ERROR(bf16_map(&dh.scaled_h, "weight * h", s, m.scaled_h_MxF, F));
+  dh.weight_TxK = weight_TxK;
+  dh.slot_M = plan.slot_M;
+  dh.weight_partial = m.partial_CxM;
+  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, fp8, stream));
+
+  const MxOutput d_gate_up_columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
+  MOE_RETURN_IF_ERROR(
+      quantize(rows_source(s, plan, m.d_gate_up_2xMxF, F, 2), m.d_gate_up.output(Form::kAligned, false), d_gate_up_columns, stream));
+  if (!options.wgrad_bf16) {
+    MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.scaled_h_MxF, F), {},
+                                 m.scaled_h_columns.output(Form::kAligned, true, CodeLayout::kFragment), stream));
+  }
+
+  auto dw_down_args = arguments(s, kWgradDown, act, fp8_wgrad);
+  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.a, "dy", s, m.dy_columns, D));
+  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.b, "weight * h", s, m.scaled_h_columns, F));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.out, "dw_down", Element::kFp32, dw_down, {F, D, 1, s.experts}));
+  dw_down_args.a_codes = m.dy_columns.codes;
+  dw_down_args.b_codes = m.scaled_h_columns.codes;
+  dw_down_args.dw = dw_down;
+  dw_down_args.accumulate = accumulate;
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, fp8_wgrad, stream));
+
+  auto dx_args = arguments(s, kDgradGateUp, act, fp8);
+  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2));
+  dx_args.b = maps.gate_up_dgrad;
+  dx_args.a_codes = m.d_gate_up.codes;
+  dx_args.b_codes = weights.gate_up_dgrad_codes;
+  if (s.top_k == 1) {
+    dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
+    dx_args.slot_M = plan.slot_M;
+    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
+  } else {
+    MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D));
+  }
+  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, fp8, stream));
+
+  auto dw_up_args = arguments(s, kWgradGateUp, act, fp8_wgrad);
+  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, F, 2));
+  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.b, "x", s, m.x_columns, D));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.out, "dw_gate_up", Element::kFp32, dw_gate_up, {D, F, 2, s.experts}));
+  dw_up_args.a_codes = m.d_gate_up_columns.codes;
+  dw_up_args.b_codes = m.x_columns.codes;
+  dw_up_args.dw = dw_gate_up;
+  dw_up_args.accumulate = accumulate;
+  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, fp8_wgrad, stream));
+  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
+  if (s.top_k == 1) return {};
+  return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
+}
+
+}  // namespace moe

@@ -1,0 +1,345 @@
+// The FP8 products of `aligned` MXFP8 on Hopper: producer and consumers of a GEMM block whose operands are E4M3 with one scale code per
+// 128 of the contraction. Ring, tasks, epilogues and store warps are those of the BF16 blocks (gemm_ring.h, gemm_epilogue.h); read
+// gemm_roles.h first. kernels: mx_gemm_kernels.cu.
+//
+// A panel (64 rows of 128 bytes) holds 128 of K, so a stage carries as many bytes as in BF16 and twice the work. FP8 operands must be
+// K-major, so the weight gradients read transposed copies. The tensor core keeps about 14 bits of a sum: a K block is summed in 64
+// temporaries per thread, half of the tile's columns at a time, and added to the FP32 sums times both scales, powers of two: one
+// rounding. While a consumer does that, the other one has the tensor core.
+#pragma once
+
+#include "gemm_epilogue.h"
+#include "quantize_math.h"
+
+namespace moe {
+
+constexpr int kMxBlockK = 128;
+
+// The shape of the BF16 block. Registers: a K loop over 64 temporaries beside 128 sums wants as many as there are, and so does a store warp that
+// scatters rows to tokens (kDown, kDgradGateUp).
+template <Kind kKind>
+struct MxConfig : GemmConfig<256> {
+  static constexpr bool kScatters = kKind == kDown || kKind == kDgradGateUp;
+  static constexpr int kProducerRegisters = is_wgrad(kKind) ? 24 : kScatters ? 72 : 40;
+  static constexpr int kConsumerRegisters = is_wgrad(kKind) ? 240 : kScatters ? 216 : 232;
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+};
+
+template <class TensorMap>
+struct MxArguments : GemmArguments<TensorMap> {
+  // Row kinds: (halves, K/128, M). Weight gradients: (halves, M/128, m_extent rounded up to 128).
+  const uint8_t* a_codes;
+  // Row kinds: (E, halves, N/128, K/128), one per 128 x 128. Weight gradients: (M/128, n_extent rounded up to 128), each 128 in the
+  // order of mx::fragment_position.
+  const uint8_t* b_codes;
+};
+
+template <class TensorMap>
+struct MxBatch {
+  MxArguments<TensorMap> args;
+  const Task* tasks;
+  const int* num_tasks;
+};
+
+// Found by the shared store warps in place of the BF16 count.
+template <Kind kKind, class TensorMap>
+MOE_FN int task_k_blocks(const Task& task, const MxArguments<TensorMap>& args) {
+  if (is_wgrad(kKind)) return (task.rows + kMxBlockK - 1) / kMxBlockK;
+  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
+}
+
+// Producer, one task; as load_task of gemm_roles.h, with both operands K-major.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
+  constexpr int kHalfB = Config::kPanelsB / 2;
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const bool share_a = task.pair == kPairN;
+
+  // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
+  auto load_chunks = [&] {
+    MOE_NO_UNROLL
+    for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
+      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+      Isa::barrier_expect_bytes(ring.full(), 4 * kPanelBytes);
+      MOE_UNROLL
+      for (int p = 0; p < 4; ++p) {
+        const int consumer = p / 2;
+        const uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
+        if (is_wgrad(kKind)) {
+          Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
+                          tile.expert);
+        } else {
+          Isa::load_panel(&args.gate_up, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
+        }
+      }
+      ring.advance();
+    }
+  };
+
+  if (is_wgrad(kKind) && args.accumulate) load_chunks();
+
+  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;  // rows past the first 64 would not be multiplied
+  const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+    const uint32_t full = ring.full();
+    Isa::barrier_expect_bytes(full, bytes);
+    const int k_half = kKind == kDgradGateUp && kb >= args.k_blocks ? 1 : 0;
+    const int k = (kb - k_half * args.k_blocks) * kMxBlockK + (is_wgrad(kKind) ? tile.row0 : 0);
+    auto load_a = [&](int p, bool both) {
+      const uint32_t dst = ring.data() + p * kPanelBytes;
+      const int m = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * p;
+      const int half = is_wgrad(kKind) ? tile.half : k_half;
+      if (both) {
+        Isa::load_panel_both(&args.a, full, dst, k, m, half, 0);
+      } else {
+        Isa::load_panel(&args.a, full, dst, k, m, half, 0);
+      }
+    };
+    auto load_b = [&](int p, bool both) {
+      const uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
+      const int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
+      const int half = kKind == kGateUp ? p / kHalfB : k_half;
+      const int expert = is_wgrad(kKind) ? 0 : tile.expert;
+      if (both) {
+        Isa::load_panel_both(&args.b, full, dst, k, n, half, expert);
+      } else {
+        Isa::load_panel(&args.b, full, dst, k, n, half, expert);
+      }
+    };
+    if (share_a) {
+      if (!(one_panel_a && rank == 1)) load_a(rank, true);
+      MOE_UNROLL
+      for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
+    } else {
+      load_a(0, false);
+      if (!one_panel_a) load_a(1, false);
+      MOE_UNROLL
+      for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
+    }
+    ring.advance();
+  }
+  if (kKind == kDgradDown) {
+    load_chunks();
+  } else {
+    MOE_NO_UNROLL
+    for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {  // lend stages to the consumers' results
+      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+      Isa::barrier_arrive(ring.full());
+      ring.advance();
+    }
+  }
+}
+
+// Sum of one K block over 128 columns (half of the tile's) into `block`, complete on return.
+template <class Isa, class Config>
+MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, uint32_t consumer, int half) {
+  const uint64_t a = panel_descriptor(stage + consumer * kPanelBytes, false);
+  const uint64_t b = panel_descriptor(stage + (Config::kPanelsA + Config::kPanelsB / 2 * half) * kPanelBytes, false);
+  constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
+  Isa::mma_fence();
+  Isa::template mma_e4m3<true>(block, a, b);
+  MOE_UNROLL
+  for (int k = 1; k < 4; ++k) Isa::template mma_e4m3<false>(block, a + k * kStep, b + k * kStep);
+  Isa::mma_commit();
+  Isa::template mma_wait<0>();
+}
+
+// Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
+template <Kind kKind, class Arguments>
+struct RowScales {
+  const uint8_t* a;
+  const uint8_t* b[2];
+  int64_t a_step;
+  int k_blocks, jump;
+
+  MOE_FN RowScales(const Arguments& args, const Task& tile, int row) : a(args.a_codes + tile.row0 + row), a_step(args.num_rows) {
+    const int n_blocks = (args.n_extent + 127) / 128;
+    k_blocks = args.k_blocks;
+    jump = kKind == kDgradGateUp ? (n_blocks - 1) * k_blocks : 0;  // from the end of a gate row of blocks to that of up
+    MOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int block = tile.n0 / 128 + (kKind == kGateUp ? 0 : half);
+      if (block >= n_blocks) block = n_blocks - 1;  // columns outside: zeros
+      const int matrix = kKind == kGateUp ? 2 * tile.expert + half : kKind == kDgradGateUp ? 2 * tile.expert : tile.expert;
+      b[half] = args.b_codes + (static_cast<int64_t>(matrix) * n_blocks + block) * k_blocks;
+    }
+  }
+  template <class Isa>
+  MOE_FN void fetch(int kb, uint32_t (&codes)[4]) const {
+    const int at = kb + (kKind == kDgradGateUp && kb >= k_blocks ? jump : 0);
+    const uint8_t* rows = a + kb * a_step;
+    codes[0] = Isa::load_code(rows);
+    codes[1] = Isa::load_code(rows + 8);
+    codes[2] = Isa::load_code(b[0] + at);
+    codes[3] = Isa::load_code(b[1] + at);
+  }
+};
+
+// Consumer, the K loop of a row kind.
+template <Kind kKind, class Isa, class Config, class Arguments, class EpilogueType>
+MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Arguments& args, int blocks, Ring<Isa, Config>& ring,
+                          const EpilogueType& epilogue) {
+  constexpr int kHalf = Config::kAcc / 2;
+  const uint32_t consumer = epilogue.consumer;
+  const RowScales<kKind, Arguments> scales(args, tile, 64 * static_cast<int>(consumer) + epilogue.row_in_group());
+  uint32_t codes[4];
+  scales.template fetch<Isa>(0, codes);
+  float block[kHalf];
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < blocks; ++kb) {
+    float factor[2][2];  // half, row
+    MOE_UNROLL
+    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(codes[i % 2], codes[2 + i / 2]);
+    if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);  // arrives while this block is multiplied
+    Isa::barrier_wait(ring.full(), ring.phase);
+    MOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      multiply_half<Isa, Config>(block, ring.data(), consumer, half);
+      if (half == 1) Ring<Isa, Config>::release(ring.empty());
+      MOE_UNROLL
+      for (int i = 0; i < kHalf; ++i) sum[kHalf * half + i] = Isa::fma(block[i], factor[half][i / 2 % 2], sum[kHalf * half + i]);
+    }
+    ring.advance();
+  }
+}
+
+// Consumer, the K loop of a weight gradient: a scale per row and per column.
+template <Kind kKind, class Isa, class Config, class Arguments, class EpilogueType>
+MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const Arguments& args, int blocks, Ring<Isa, Config>& ring,
+                             const EpilogueType& epilogue) {
+  constexpr int kHalf = Config::kAcc / 2;
+  const uint32_t consumer = epilogue.consumer;
+  const int a_pitch = (args.m_extent + 127) / 128 * 128, b_pitch = (args.n_extent + 127) / 128 * 128;
+  const int64_t first = tile.row0 / 128;
+  const uint8_t* a = args.a_codes + (tile.half * (args.num_rows / 128) + first) * a_pitch + tile.m0 + 64 * static_cast<int>(consumer) +
+                     epilogue.row_in_group();
+  const uint8_t* b[2];
+  MOE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int column = tile.n0 + 128 * half < b_pitch ? tile.n0 + 128 * half : b_pitch - 128;  // columns outside: zeros
+    b[half] = args.b_codes + first * b_pitch + column + 32 * static_cast<int>(epilogue.lane % 4);
+  }
+  float block[kHalf];
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < blocks; ++kb) {
+    const float row_scale[2] = {mx::finite_scale_value(Isa::load_code(a)), mx::finite_scale_value(Isa::load_code(a + 8))};
+    a += a_pitch;
+    Isa::barrier_wait(ring.full(), ring.phase);
+    MOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t codes[8];
+      Isa::load_codes(b[half], codes);
+      b[half] += b_pitch;
+      multiply_half<Isa, Config>(block, ring.data(), consumer, half);
+      if (half == 1) Ring<Isa, Config>::release(ring.empty());
+      MOE_UNROLL
+      for (int column = 0; column < kHalf / 2; ++column) {  // of this lane: blocks of eight columns j, two each
+        const float scale = mx::finite_scale_value(codes[column / 4] >> (8 * (column % 4)) & 0xFF);
+        MOE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          const int at = 4 * (column / 2) + 2 * row + column % 2;
+          sum[kHalf * half + at] = Isa::fma(Isa::mul(block[at], scale), row_scale[row], sum[kHalf * half + at]);
+        }
+      }
+    }
+    ring.advance();
+  }
+}
+
+// Consumer warpgroup, one task: rows 64 * consumer .. + 63 of the tile.
+template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
+MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
+                            Epilogue<Isa, Config, kPlain>& epilogue) {
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const int blocks = task_k_blocks<kKind>(task, args);
+  const int rows = tile.rows - 64 * static_cast<int>(epilogue.consumer);  // real rows of this warpgroup; <= 0: all padding
+  const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && blocks > 0;
+
+  float sum[Config::kAcc];
+  MOE_UNROLL
+  for (int i = 0; i < Config::kAcc; ++i) sum[i] = 0.0f;
+  if (is_wgrad(kKind) && args.accumulate) {
+    MOE_UNROLL
+    for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
+      Isa::barrier_wait(ring.full(), ring.phase);
+      epilogue.read_fp32_chunk(sum, chunk, ring.data());
+      Isa::warp_sync();
+      Ring<Isa, Config>::release(ring.empty());
+      ring.advance();
+    }
+  }
+  if (!live) {
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < blocks; ++kb) {  // keep step with the ring: a stage may only be given back once all lanes saw it full
+      Isa::barrier_wait(ring.full(), ring.phase);
+      Isa::warp_sync();
+      Ring<Isa, Config>::release(ring.empty());
+      ring.advance();
+    }
+  } else if constexpr (is_wgrad(kKind)) {
+    multiply_columns<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue);
+  } else {
+    multiply_rows<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue);
+  }
+
+  if constexpr (kKind == kGateUp) {
+    epilogue.write_gate_up(sum, rows, args, ring);
+  } else if constexpr (kKind == kDgradDown) {
+    epilogue.write_dgrad_down(sum, tile, rows, args, ring);
+  } else if constexpr (is_wgrad(kKind)) {
+    epilogue.write_wgrad(sum, tile, kKind, args);
+  } else {
+    epilogue.write_rows(sum, tile, rows, args, ring);
+  }
+}
+
+// A block: warp 0 loads, warps 1 and 2 store, warps 4 to 11 multiply.
+template <Kind kKind, bool kPlain, class Isa, class Config, class Batch>
+MOE_FN void run_mx_block(const Batch& batch) {
+  const uint32_t base = Isa::shared_base();
+  const uint32_t warp = Isa::warp_index();
+  if (warp == 0 && Isa::elect_one()) {
+    for (int s = 0; s < Config::kStages; ++s) {
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
+    }
+    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
+      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
+    }
+    Isa::barrier_init_fence();
+  }
+  Isa::warp_sync();
+  Isa::cluster_sync();  // the peer's copies arrive on these barriers
+
+  Ring<Isa, Config> ring(base);
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  if (warp < 4) {
+    Isa::template registers_shrink<Config::kProducerRegisters>();
+    if (warp == 0 && Isa::elect_one()) {
+      Isa::prefetch_map(&batch.args.a);
+      Isa::prefetch_map(&batch.args.b);
+      MOE_NO_UNROLL
+      for (Task task; stream.take(task);) load_mx_task<kKind, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring);
+    } else if (warp == 1 || warp == 2) {
+      uint32_t tiles = 0;
+      MOE_NO_UNROLL
+      for (Task task; stream.take(task);) store_task<kKind, Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
+      if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
+    }
+  } else {
+    Isa::template registers_grow<Config::kConsumerRegisters>();
+    Epilogue<Isa, Config, kPlain> epilogue(base, warp / 4 - 1);
+    MOE_NO_UNROLL
+    for (Task task; stream.take(task);) {
+      compute_mx_task<kKind, kPlain, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring, epilogue);
+    }
+  }
+  Isa::warp_sync();     // the lanes that had no role wait for the one that had
+  Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
+}
+
+}  // namespace moe

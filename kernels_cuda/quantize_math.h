@@ -1,0 +1,131 @@
+// The MXFP8 maths of shared blocks, on integers and FP32 bits: scale codes, the element cast, re-basing to a common exponent. The same
+// bits as moejax/ops/mxfp8.py. Plain C++ for the host; on the device the casts are the hardware's. Read quantize.h next.
+//
+// A block is 32 elements. Its E8M0 code s is the smallest with 448 * 2^(s - 127) >= amax (scales round up), 255 where a NaN or an Inf
+// poisons the block; an element is E4M3(x * 2^(127 - s)), nearest even. No flushing of subnormals anywhere.
+#pragma once
+
+#include <cstring>
+
+#include "isa/portable.h"
+
+namespace moe::mx {
+
+constexpr int kBlock = 32;          // elements that share a scale
+constexpr int kAligned = 128;       // elements that share one after re-basing (Hopper's FP8 products)
+constexpr uint32_t kPoison = 255;   // scale code of a block with a NaN or an Inf
+constexpr uint32_t kNanByte = 0x7F;
+
+MOE_HOST_FN float float_of(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+#endif
+}
+MOE_HOST_FN uint32_t bits_of(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+#endif
+}
+
+// E8M0 code from the FP32 bits of the largest magnitude of a block. 448 = 1.75 * 2^8: the exponent minus 8, one more above 1.75.
+MOE_HOST_FN uint32_t scale_code(uint32_t amax) {
+  if (amax >= 0x7F800000u) return kPoison;
+  if (amax == 0x04600001u) return 0;  // its product with fl32(1/448), the hardware's form of the rule, rounds down to 2^-127
+  const int code = static_cast<int>(amax >> 23) - 8 + ((amax & 0x7FFFFFu) > 0x600000u ? 1 : 0);
+  return code > 0 ? static_cast<uint32_t>(code) : 0u;
+}
+
+// What elements are multiplied by, 2^(127 - s); NaN for a poisoned block, which makes every element NaN.
+MOE_HOST_FN float reciprocal_scale(uint32_t code) { return float_of(code == kPoison ? 0x7FFFFFFFu : (254u - code) << 23); }
+
+// 2^(s - 127); NaN for 255.
+MOE_HOST_FN float scale_value(uint32_t code) {
+  return float_of(code == kPoison ? 0x7FFFFFFFu : code == 0 ? 0x00400000u : code << 23);
+}
+
+// The same for a code that is not 255, as those of re-based groups are.
+MOE_HOST_FN float finite_scale_value(uint32_t code) { return float_of(code > 0 ? code << 23 : 0x00400000u); }
+
+// 2^(a - 127) * 2^(b - 127) as one FP32 factor of a product of two blocks: subnormal where it must be, 0 below 2^-149 (which no sum of
+// such a product could show unless all of its terms were as small), Inf from 2^128 on. Neither code is 255.
+MOE_HOST_FN float product_scale(uint32_t a, uint32_t b) {
+  const int biased = static_cast<int>(a + b) - 127;
+  uint32_t bits = static_cast<uint32_t>(biased) << 23;
+  if (biased <= 0) bits = biased > -23 ? 0x00400000u >> -biased : 0u;
+  if (biased >= 255) bits = 0x7F800000u;
+  return float_of(bits);
+}
+
+// E4M3 byte nearest to x, ties to even, saturating at 448, the sign of zero kept, NaN to 0x7F.
+MOE_HOST_FN uint32_t to_e4m3(float x) {
+  const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 24) & 0x80u;
+  if (magnitude > 0x7F800000u) return kNanByte;
+  if (magnitude >= 0x43E00000u) return sign | 0x7Eu;          // 448 and above
+  if (magnitude >= (127u - 6) << 23) {                        // normal: keep three mantissa bits
+    return sign | (((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - ((127u - 7) << 3));
+  }
+  return sign | (bits_of(float_of(magnitude) + 16384.0f) - 0x46800000u);  // multiples of 2^-9: adding 2^14 rounds to them
+}
+
+MOE_HOST_FN float from_e4m3(uint32_t byte) {
+  const uint32_t magnitude = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
+  if (magnitude == kNanByte) return float_of(0x7FC00000u | sign);
+  if (magnitude < 8) return float_of(bits_of(static_cast<float>(magnitude) * 0.001953125f) | sign);
+  return float_of(((magnitude << 20) + ((127u - 7) << 23)) | sign);
+}
+
+// Two values at once: lo in bits 0..7, hi in bits 8..15.
+MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
+#ifdef __CUDA_ARCH__
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(hi), "f"(lo));
+  return packed;
+#else
+  return to_e4m3(lo) | to_e4m3(hi) << 8;
+#endif
+}
+
+// Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves;
+// 1 for a poisoned block, whose elements stay NaN. Below 2^-24 it is 0: the largest element, 448, would round to zero from 2^-19 on.
+MOE_HOST_FN uint32_t rebase_factor(uint32_t code, uint32_t common) {
+  if (code == kPoison) return 0x3C003C00u;
+  const int exponent = static_cast<int>(code) - static_cast<int>(common);
+  const uint32_t half = exponent >= -14 ? static_cast<uint32_t>(exponent + 15) << 10 : exponent >= -24 ? 1u << (exponent + 24) : 0u;
+  return half | half << 16;
+}
+
+// Two elements re-based: E4M3(q * factor), nearest even. FP16 holds every product exactly that does not round to zero.
+MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor) {
+#ifdef __CUDA_ARCH__
+  uint32_t wide, product;
+  uint16_t packed;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(static_cast<uint16_t>(pair)));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(wide), "r"(factor));
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(product));
+  return packed;
+#else
+  const uint32_t half = factor & 0xFFFFu;
+  const float scale = half >= 0x400u ? float_of(((half >> 10) + 112u) << 23) : static_cast<float>(half) * 5.9604644775390625e-8f;
+  return to_e4m3(from_e4m3(pair & 0xFFu) * scale) | to_e4m3(from_e4m3(pair >> 8 & 0xFFu) * scale) << 8;
+#endif
+}
+
+// Where the scale of row m and block kb lies in the layout tcgen05 reads: atoms of 128 rows x 4 blocks, 512 bytes each, along K first.
+MOE_HOST_FN int64_t interleaved_offset(int64_t row, int64_t block, int64_t columns) {
+  const int64_t atoms = (columns + 127) / 128;
+  return ((row / 128) * atoms + block / 4) * 512 + (row % 32) * 16 + (row % 128 / 32) * 4 + block % 4;
+}
+
+// Order of the codes of 128 neighbouring output columns in which a lane of a warpgroup product finds its own 32 side by side: the
+// accumulators of lane l are columns 8 j + 2 (l % 4) + i (PTX ISA, wgmma D fragments).
+MOE_HOST_FN constexpr int fragment_position(int column) { return column % 8 / 2 * 32 + column / 8 * 2 + column % 2; }
+
+}  // namespace moe::mx

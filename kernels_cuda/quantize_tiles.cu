@@ -1,0 +1,397 @@
+// The quantiser over tiles of 128 x 128: any form along either axis, both from one read. See quantize.h.
+//
+// A block of 256 threads owns a tile. Warp w covers 32 columns (w % 4) of 64 rows (w / 4); a lane holds 8 rows of 8 columns in
+// registers, so that a block along a row is four neighbouring lanes and a block along a column four lanes that lie 4 apart. Codes meet
+// in shared memory, where re-basing finds the largest of a group; elements are packed so that eight of them lie along the axis that
+// will be contiguous, and leave through swizzled shared memory in whole 128-byte lines.
+#include "quantize.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "kernel_check.h"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTile = 128;
+
+struct Params {
+  const void* data;
+  int64_t rows, columns;
+  int64_t row_tiles, column_tiles;
+  const int32_t* slot_M;
+  int gather;
+  void* row_elements;
+  uint8_t* row_codes;
+  void* column_elements;
+  uint8_t* column_codes;
+  CodeLayout row_layout, column_layout;
+};
+
+enum Storage { kByRow, kByColumn };
+
+// Byte of a staged tile: line (row or column), byte in the line; 16-byte chunks are swizzled so that neither side meets bank conflicts.
+__device__ __forceinline__ int staged(int line, int byte) { return line * kTile + ((byte / 16) ^ ((line / 4) % 8)) * 16 + byte % 16; }
+
+// 8 x 8 values of a lane. FP32 bits of (row i, column c); magnitudes are compared as integers: NaN above Inf above every number.
+template <class T>
+struct Patch;
+
+template <>
+struct Patch<__nv_bfloat16> {
+  uint4 v[8];
+  __device__ __forceinline__ void load(int i, const __nv_bfloat16* at) { v[i] = __ldg(reinterpret_cast<const uint4*>(at)); }
+  __device__ __forceinline__ void clear(int i) { v[i] = make_uint4(0, 0, 0, 0); }
+  __device__ __forceinline__ uint32_t word(int i, int pair) const {
+    return pair == 0 ? v[i].x : pair == 1 ? v[i].y : pair == 2 ? v[i].z : v[i].w;
+  }
+  __device__ __forceinline__ float value(int i, int c) const {
+    const uint32_t w = word(i, c / 2);
+    return __uint_as_float(c % 2 ? w & 0xFFFF0000u : w << 16);
+  }
+  __device__ __forceinline__ uint32_t row_amax(int i) const {
+    uint32_t m = 0;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) m = __vmaxu2(m, word(i, p) & 0x7FFF7FFFu);
+    return max(m & 0xFFFF0000u, m << 16);
+  }
+  __device__ __forceinline__ void column_amax(uint32_t (&amax)[8]) const {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      uint32_t m = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) m = __vmaxu2(m, word(i, p) & 0x7FFF7FFFu);
+      m = __vmaxu2(m, __shfl_xor_sync(0xFFFFFFFFu, m, 4));
+      m = __vmaxu2(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
+      amax[2 * p] = m << 16;
+      amax[2 * p + 1] = m & 0xFFFF0000u;
+    }
+  }
+};
+
+template <>
+struct Patch<float> {
+  float v[8][8];
+  __device__ __forceinline__ void load(int i, const float* at) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(at)), b = __ldg(reinterpret_cast<const float4*>(at) + 1);
+    v[i][0] = a.x, v[i][1] = a.y, v[i][2] = a.z, v[i][3] = a.w;
+    v[i][4] = b.x, v[i][5] = b.y, v[i][6] = b.z, v[i][7] = b.w;
+  }
+  __device__ __forceinline__ void clear(int i) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) v[i][c] = 0.0f;
+  }
+  __device__ __forceinline__ float value(int i, int c) const { return v[i][c]; }
+  __device__ __forceinline__ uint32_t row_amax(int i) const {
+    uint32_t m = 0;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) m = max(m, __float_as_uint(v[i][c]) & 0x7FFFFFFFu);
+    return m;
+  }
+  __device__ __forceinline__ void column_amax(uint32_t (&amax)[8]) const {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      uint32_t m = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) m = max(m, __float_as_uint(v[i][c]) & 0x7FFFFFFFu);
+      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 4));
+      amax[c] = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t finite(uint32_t code) { return code == mx::kPoison ? 0 : code; }
+
+// Largest code of a line's four, poison aside.
+__device__ __forceinline__ uint32_t common_code(uint32_t four) {
+  return max(max(finite(four & 0xFF), finite(four >> 8 & 0xFF)), max(finite(four >> 16 & 0xFF), finite(four >> 24)));
+}
+
+// Eight packed elements from four pairs, re-based if need be.
+template <bool kRebase>
+__device__ __forceinline__ uint2 pack8(const float (&x)[8], const float (&scale)[8], const uint32_t (&factor)[8]) {
+  uint32_t half[4];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    half[p] = mx::pack_e4m3(x[2 * p] * scale[2 * p], x[2 * p + 1] * scale[2 * p + 1]);
+    if (kRebase) half[p] = mx::rebase_e4m3(half[p], (factor[2 * p] & 0xFFFFu) | (factor[2 * p + 1] & 0xFFFF0000u));
+  }
+  return make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
+}
+
+// What eight elements stand for, in BF16.
+__device__ __forceinline__ uint4 unpack8(uint2 q, const float (&value)[8]) {
+  uint32_t out[4];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const uint32_t pair = (p < 2 ? q.x : q.y) >> (16 * (p % 2)) & 0xFFFFu;
+    const float lo = mx::from_e4m3(pair & 0xFF) * value[2 * p], hi = mx::from_e4m3(pair >> 8) * value[2 * p + 1];
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out[p]) : "f"(hi), "f"(lo));
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
+// A staged tile to memory: lines of up to 128 bytes at `pitch` bytes from each other.
+__device__ __forceinline__ void write_tile(const uint8_t* tile, uint8_t* at, int64_t pitch, int lines, int bytes) {
+  const int chunk = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int line = threadIdx.x / 8 + 32 * i;
+    if (line < lines && 16 * chunk < bytes) {
+      *reinterpret_cast<uint4*>(at + line * pitch + 16 * chunk) = *reinterpret_cast<const uint4*>(tile + staged(line, 16 * chunk));
+    }
+  }
+}
+
+// Codes of one orientation of a tile, `four` per line (line: the index across blocks), to memory. `lines` and `blocks` are those of the
+// whole matrix, line0 and block0 where the tile begins.
+template <Form kForm>
+__device__ __forceinline__ void write_codes(const uint32_t* four, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
+                                            int64_t line0, int64_t lines, int64_t block0, int64_t elements) {
+  const int line = threadIdx.x;
+  if (kForm == Form::kMx) {
+    if (line >= kTile) return;
+    const uint32_t word = four[line];
+    const int64_t blocks = (elements + 31) / 32;
+    if (layout == CodeLayout::kInterleaved) {  // a tile is one atom; lanes change places so that its 512 bytes are written in order
+      const int64_t atoms = (elements + 127) / 128;
+      const int64_t atom = (matrix * ((lines + 127) / 128) + line0 / 128) * atoms + block0 / 4;
+      reinterpret_cast<uint32_t*>(out)[atom * 128 + line] = four[line / 4 + line % 4 * 32];
+    } else if (line0 + line < lines) {
+      const int count = static_cast<int>(min(static_cast<int64_t>(4), blocks - block0));
+      if (blocks_slow) {
+        for (int k = 0; k < count; ++k) out[(matrix * blocks + block0 + k) * lines + line0 + line] = word >> (8 * k);
+      } else {
+        uint8_t* at = out + (matrix * lines + line0 + line) * blocks + block0;
+        if (blocks % 4 == 0) {
+          *reinterpret_cast<uint32_t*>(at) = word;
+        } else {
+          for (int k = 0; k < count; ++k) at[k] = word >> (8 * k);
+        }
+      }
+    }
+  } else if (kForm == Form::kAligned) {
+    if (line >= kTile) return;
+    const int64_t pitch = (lines + 127) / 128 * 128;
+    const int to = layout == CodeLayout::kFragment ? mx::fragment_position(line) : line;
+    out[(matrix * ((elements + 127) / 128) + block0 / 4) * pitch + line0 + to] = common_code(four[line]);
+  }
+}
+
+__device__ __forceinline__ uint32_t tile_common(const uint32_t* four) {
+  uint32_t m = common_code(four[threadIdx.x % 32]);
+#pragma unroll
+  for (int i = 1; i < 4; ++i) m = max(m, common_code(four[threadIdx.x % 32 + 32 * i]));
+  return __reduce_max_sync(0xFFFFFFFFu, m);
+}
+
+MOE_HOST_FN constexpr bool is_aligned(Form form) { return form == Form::kAligned || form == Form::kAlignedTile; }
+MOE_HOST_FN constexpr bool staged_form(Form form) { return form != Form::kNone && form != Form::kDequantized; }
+
+template <class T, Form kRow, Form kColumn, bool kTransposed>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_tile(const Params p) {
+  constexpr bool kRows = kRow != Form::kNone, kColumns = kColumn != Form::kNone;
+  constexpr int kStagedTiles = (staged_form(kRow) ? 1 : 0) + (staged_form(kColumn) ? 1 : 0);
+  __shared__ __align__(16) uint8_t tiles[kStagedTiles > 0 ? kStagedTiles : 1][kStagedTiles > 0 ? kTile * kTile : 16];
+  __shared__ uint32_t row_codes[kTile], column_codes[kTile];  // four codes per line
+  uint8_t* const row_tile = tiles[0];
+  uint8_t* const column_tile = tiles[staged_form(kRow) && staged_form(kColumn) ? 1 : 0];
+
+  const int64_t column_tile_index = blockIdx.x % p.column_tiles;
+  const int64_t row_tile_index = blockIdx.x / p.column_tiles % p.row_tiles;
+  const int64_t matrix = blockIdx.x / p.column_tiles / p.row_tiles;
+  const int64_t row0 = row_tile_index * kTile, column0 = column_tile_index * kTile;
+  if (p.slot_M != nullptr && p.slot_M[row0] < 0) return;  // groups begin at tiles: no row of this one is real
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int r = 64 * (warp / 4) + 8 * (lane / 4), c = 32 * (warp % 4) + 8 * (lane % 4);  // first row and column of this lane
+  const T* const source = static_cast<const T*>(p.data);
+  const bool column_inside = column0 + c < p.columns;
+
+  Patch<T> patch;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    int64_t row = row0 + r + i;
+    bool inside = column_inside && row < p.rows;
+    if (p.slot_M != nullptr) {
+      const int slot = inside ? p.slot_M[row] : -1;
+      inside = slot >= 0;
+      if (p.gather > 0) row = slot / p.gather;
+    }
+    if (inside) {
+      patch.load(i, source + (p.gather > 0 ? row : matrix * p.rows + row) * p.columns + column0 + c);
+    } else {
+      patch.clear(i);
+    }
+  }
+
+  uint32_t row_code[8], column_code[8];
+  if (kRows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t m = patch.row_amax(i);
+      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 1));
+      m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 2));
+      row_code[i] = mx::scale_code(m);
+      if (lane % 4 == i % 4) reinterpret_cast<uint8_t*>(row_codes)[4 * (r + i) + warp % 4] = row_code[i];
+    }
+  }
+  if (kColumns) {
+    uint32_t amax[8];
+    patch.column_amax(amax);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      column_code[k] = mx::scale_code(amax[k]);
+      if (lane / 4 % 4 == k % 4) reinterpret_cast<uint8_t*>(column_codes)[4 * (c + k) + (r / 32)] = column_code[k];
+    }
+  }
+  __syncthreads();
+
+  uint32_t row_tile_code = 0, column_tile_code = 0;
+  if (kRow == Form::kAlignedTile) row_tile_code = tile_common(row_codes);
+  if (kColumn == Form::kAlignedTile) column_tile_code = tile_common(column_codes);
+
+  if (kRows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float x[8], scale[8];
+      uint32_t factor[8];
+      const uint32_t common = kRow == Form::kAligned ? common_code(row_codes[r + i]) : row_tile_code;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        x[k] = patch.value(i, k);
+        scale[k] = mx::reciprocal_scale(row_code[i]);
+        factor[k] = is_aligned(kRow) ? mx::rebase_factor(row_code[i], common) : 0;
+      }
+      const uint2 q = pack8<is_aligned(kRow)>(x, scale, factor);
+      if (kRow == Form::kDequantized) {
+        float value[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) value[k] = mx::scale_value(row_code[i]);
+        if (column_inside && row0 + r + i < p.rows) {
+          reinterpret_cast<uint4*>(p.row_elements)[((matrix * p.rows + row0 + r + i) * p.columns + column0 + c) / 8] = unpack8(q, value);
+        }
+      } else {
+        *reinterpret_cast<uint2*>(row_tile + staged(r + i, c)) = q;
+      }
+    }
+  }
+  if (kColumns && kTransposed) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      float x[8], scale[8];
+      uint32_t factor[8];
+      const uint32_t common = kColumn == Form::kAligned ? common_code(column_codes[c + k]) : column_tile_code;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] = patch.value(i, k);
+        scale[i] = mx::reciprocal_scale(column_code[k]);
+        factor[i] = is_aligned(kColumn) ? mx::rebase_factor(column_code[k], common) : 0;
+      }
+      *reinterpret_cast<uint2*>(column_tile + staged(c + k, r)) = pack8<is_aligned(kColumn)>(x, scale, factor);
+    }
+  }
+  if (kColumns && !kTransposed) {
+    float scale[8], value[8];
+    uint32_t factor[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      scale[k] = mx::reciprocal_scale(column_code[k]);
+      value[k] = mx::scale_value(column_code[k]);
+      const uint32_t common = kColumn == Form::kAligned ? common_code(column_codes[c + k]) : column_tile_code;
+      factor[k] = is_aligned(kColumn) ? mx::rebase_factor(column_code[k], common) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float x[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[k] = patch.value(i, k);
+      const uint2 q = pack8<is_aligned(kColumn)>(x, scale, factor);
+      if (kColumn == Form::kDequantized) {
+        if (column_inside && row0 + r + i < p.rows) {
+          reinterpret_cast<uint4*>(p.column_elements)[((matrix * p.rows + row0 + r + i) * p.columns + column0 + c) / 8] = unpack8(q, value);
+        }
+      } else {
+        *reinterpret_cast<uint2*>(column_tile + staged(r + i, c)) = q;
+      }
+    }
+  }
+  if (kStagedTiles > 0) __syncthreads();
+
+  const int rows_here = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row0));
+  const int columns_here = static_cast<int>(min(static_cast<int64_t>(kTile), p.columns - column0));
+  if (staged_form(kRow)) {
+    uint8_t* at = static_cast<uint8_t*>(p.row_elements) + (matrix * p.rows + row0) * p.columns + column0;
+    write_tile(row_tile, at, p.columns, rows_here, columns_here);
+    write_codes<kRow>(row_codes, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
+    if (kRow == Form::kAlignedTile && threadIdx.x == 0) p.row_codes[blockIdx.x] = row_tile_code;
+  }
+  if (staged_form(kColumn)) {
+    uint8_t* const base = static_cast<uint8_t*>(p.column_elements) + matrix * p.rows * p.columns;
+    if (kTransposed) {
+      write_tile(column_tile, base + column0 * p.rows + row0, p.rows, columns_here, rows_here);
+    } else {
+      write_tile(column_tile, base + row0 * p.columns + column0, p.columns, rows_here, columns_here);
+    }
+    write_codes<kColumn>(column_codes, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
+    if (kColumn == Form::kAlignedTile && threadIdx.x == 0) {
+      p.column_codes[(matrix * p.column_tiles + column_tile_index) * p.row_tiles + row_tile_index] = column_tile_code;
+    }
+  }
+}
+
+template <class T, Form kRow, Form kColumn, bool kTransposed>
+Status launch(const Params& p, int64_t batch, cudaStream_t stream) {
+  const int64_t blocks = batch * p.row_tiles * p.column_tiles;
+  if (blocks > INT32_MAX) return {"quantize: " + std::to_string(blocks) + " tiles of 128 x 128, must be below 2^31"};
+  if (blocks == 0) return {};
+  quantize_tile<T, kRow, kColumn, kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  return launched("quantize");
+}
+
+template <class T>
+Status choose(Form row, Form column, bool transposed, const Params& p, int64_t batch, cudaStream_t stream) {
+  using F = Form;
+#define MOE_CASE(ROW, COLUMN, TRANSPOSED) \
+  if (row == ROW && column == COLUMN && (column == F::kNone || transposed == TRANSPOSED)) return launch<T, ROW, COLUMN, TRANSPOSED>(p, batch, stream)
+  MOE_CASE(F::kMx, F::kNone, false);
+  MOE_CASE(F::kNone, F::kMx, false);
+  MOE_CASE(F::kNone, F::kMx, true);
+  MOE_CASE(F::kMx, F::kMx, false);
+  MOE_CASE(F::kMx, F::kMx, true);
+  MOE_CASE(F::kAligned, F::kNone, false);
+  MOE_CASE(F::kNone, F::kAligned, true);
+  MOE_CASE(F::kAligned, F::kAligned, true);
+  MOE_CASE(F::kAlignedTile, F::kAlignedTile, true);
+  MOE_CASE(F::kDequantized, F::kNone, false);
+  MOE_CASE(F::kNone, F::kDequantized, false);
+  MOE_CASE(F::kDequantized, F::kDequantized, false);
+#undef MOE_CASE
+  return {"quantize: this pair of forms and storage is not built: rows " + std::to_string(static_cast<int>(row)) + ", columns " +
+          std::to_string(static_cast<int>(column)) + (transposed ? ", transposed" : "")};
+}
+
+}  // namespace
+
+Status quantize_tiles(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream) {
+  Params p = {};
+  p.data = s.data;
+  p.rows = s.rows;
+  p.columns = s.columns;
+  p.row_tiles = (s.rows + kTile - 1) / kTile;
+  p.column_tiles = (s.columns + kTile - 1) / kTile;
+  p.slot_M = s.slot_M;
+  p.gather = static_cast<int>(s.gather);
+  p.row_elements = by_rows.elements;
+  p.row_codes = by_rows.codes;
+  p.column_elements = by_columns.elements;
+  p.column_codes = by_columns.codes;
+  p.row_layout = by_rows.layout;
+  p.column_layout = by_columns.layout;
+  return s.fp32 ? choose<float>(by_rows.form, by_columns.form, by_columns.transposed, p, s.batch, stream)
+                : choose<__nv_bfloat16>(by_rows.form, by_columns.form, by_columns.transposed, p, s.batch, stream);
+}
+
+}  // namespace moe

@@ -1,0 +1,429 @@
+// Runs every kind of FP8 grouped GEMM of kernels_cuda/mx_roles.h on the host emulator, on a small layer with unequal, unaligned sizes and short last
+// blocks along every dimension, and compares with plain loops over the dequantised operands: relative norm per expert, zero padding, equal bits
+// for every interleaving seed. Usage: mx_host_kernels KIND SEED...; prints one line and exits with 1 on a mismatch.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "isa/host/host_mx.h"
+#include "mx_roles.h"
+
+namespace {
+
+using namespace moe;
+using Arguments = MxArguments<host::Map>;
+
+constexpr int kExperts = 3, kD = 160, kF = 288;
+constexpr int kCount[kExperts] = {200, 0, 70};  // two row tiles that pair, an empty expert, an odd tile
+constexpr int kStart[kExperts] = {0, 256, 256};
+constexpr int kRows = 384;
+
+std::mt19937 generator(7);
+
+int expert_of(int row) {
+  for (int e = 0; e < kExperts; ++e) {
+    if (row >= kStart[e] && row < kStart[e] + kCount[e]) return e;
+  }
+  return -1;
+}
+
+float bf16_value(uint16_t bits) { return Host::from_bits(static_cast<uint32_t>(bits) << 16); }
+
+// Normal numbers, each 32 at a scale of its own, so that codes differ and re-basing loses bits.
+std::vector<float> random_values(size_t n, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::uniform_int_distribution<int> exponent(-3, 3);
+  std::vector<float> v(n);
+  for (size_t i = 0; i < n; ++i) {
+    static float block = 1.0f;
+    if (i % 32 == 0) block = std::ldexp(1.0f, exponent(generator));
+    v[i] = normal(generator) * block;
+  }
+  return v;
+}
+
+std::vector<float> random_rows(int width) {  // of experts, zeros in between
+  auto v = random_values(static_cast<size_t>(kRows) * width);
+  for (int r = 0; r < kRows; ++r) {
+    if (expert_of(r) < 0) std::memset(&v[static_cast<size_t>(r) * width], 0, 4 * static_cast<size_t>(width));
+  }
+  return v;
+}
+
+int blocks_of(int n) { return (n + 127) / 128; }
+
+// A matrix of `lines` x `length`, blocks along the length, one code per `group` lines x 128, and what it stands for.
+struct Quantized {
+  int lines, length;
+  std::vector<uint8_t> bytes;
+  std::vector<int> code;  // by line and block of 128
+  std::vector<float> values;
+
+  Quantized(const float* x, int lines_, int length_, int group) : lines(lines_), length(length_), bytes(size_t(lines_) * length_) {
+    const int blocks = (length + 31) / 32, wide = blocks_of(length);
+    std::vector<uint32_t> fine(static_cast<size_t>(lines) * blocks);
+    code.assign(static_cast<size_t>(lines) * wide, 0);
+    for (int l = 0; l < lines; ++l) {
+      for (int b = 0; b < blocks; ++b) {
+        uint32_t amax = 0;
+        for (int k = 32 * b; k < std::min(32 * b + 32, length); ++k) amax = std::max(amax, mx::bits_of(x[size_t(l) * length + k]) & 0x7FFFFFFFu);
+        fine[l * blocks + b] = mx::scale_code(amax);
+        for (int m = l / group * group; m < std::min(l / group * group + group, lines); ++m) {
+          int& c = code[size_t(m) * wide + b / 4];
+          c = std::max(c, static_cast<int>(fine[l * blocks + b]));
+        }
+      }
+    }
+    values.resize(bytes.size());
+    for (int l = 0; l < lines; ++l) {
+      for (int k = 0; k < length; ++k) {
+        const size_t at = size_t(l) * length + k;
+        const uint32_t s = fine[l * blocks + k / 32];
+        const uint32_t q = mx::to_e4m3(x[at] * mx::reciprocal_scale(s));
+        bytes[at] = static_cast<uint8_t>(mx::rebase_e4m3(q, mx::rebase_factor(s, code[size_t(l) * wide + k / 128])) & 0xFF);
+        values[at] = mx::from_e4m3(bytes[at]) * mx::scale_value(code[size_t(l) * wide + k / 128]);
+      }
+    }
+  }
+  // (blocks, lines rounded up to 128), poisoned where nothing may be read as more than a number; fragment order within each 128 if asked.
+  std::vector<uint8_t> codes_by_block(bool fragment = false) const {
+    const int pitch = blocks_of(lines) * 128, wide = blocks_of(length);
+    std::vector<uint8_t> out(static_cast<size_t>(wide) * pitch, 0);
+    for (int b = 0; b < wide; ++b) {
+      for (int l = 0; l < lines; ++l) {
+        const int to = fragment ? l / 128 * 128 + mx::fragment_position(l % 128) : l;
+        out[size_t(b) * pitch + to] = static_cast<uint8_t>(code[size_t(l) * wide + b]);
+      }
+    }
+    return out;
+  }
+  std::vector<uint8_t> codes_by_tile() const {  // (lines / 128, blocks)
+    const int wide = blocks_of(length);
+    std::vector<uint8_t> out;
+    for (int l = 0; l < lines; l += 128) {
+      for (int b = 0; b < wide; ++b) out.push_back(static_cast<uint8_t>(code[size_t(l) * wide + b]));
+    }
+    return out;
+  }
+};
+
+// Several matrices one after the other.
+struct Stack {
+  std::vector<Quantized> parts;
+  std::vector<uint8_t> bytes, codes;
+  void add(Quantized q, const std::vector<uint8_t>& c) {
+    bytes.insert(bytes.end(), q.bytes.begin(), q.bytes.end());
+    codes.insert(codes.end(), c.begin(), c.end());
+    parts.push_back(std::move(q));
+  }
+};
+
+std::vector<float> transposed(const float* x, int rows, int columns) {
+  std::vector<float> t(static_cast<size_t>(rows) * columns);
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < columns; ++c) t[size_t(c) * rows + r] = x[size_t(r) * columns + c];
+  }
+  return t;
+}
+
+// `matrices` of rows x columns: re-based per 128 x 128, along the columns or, transposed, along the rows.
+Stack weights(const std::vector<float>& w, int matrices, int rows, int columns, bool along_rows) {
+  Stack s;
+  for (int i = 0; i < matrices; ++i) {
+    const float* x = &w[size_t(i) * rows * columns];
+    const auto t = transposed(x, rows, columns);
+    Quantized q(along_rows ? t.data() : x, along_rows ? columns : rows, along_rows ? rows : columns, 128);
+    s.add(q, q.codes_by_tile());
+  }
+  return s;
+}
+// `halves` of rows: along the width, or transposed along the rows.
+Stack rows_of(const std::vector<float>& x, int halves, int width, bool along_rows, bool fragment = false) {
+  Stack s;
+  for (int i = 0; i < halves; ++i) {
+    const float* part = &x[size_t(i) * kRows * width];
+    const auto t = transposed(part, kRows, width);
+    Quantized q(along_rows ? t.data() : part, along_rows ? width : kRows, along_rows ? kRows : width, 1);
+    s.add(q, q.codes_by_block(fragment));
+  }
+  return s;
+}
+
+host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t outer, int64_t halves = 1, int64_t experts = 1) {
+  host::Map map;
+  map.data = static_cast<uint8_t*>(const_cast<void*>(data));
+  map.element_bytes = element_bytes;
+  const int64_t dims[4] = {inner, outer, halves, experts};
+  std::memcpy(map.dims, dims, sizeof(dims));
+  return map;
+}
+
+std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
+  std::vector<Task> tasks;
+  const int step = kind == kGateUp ? 128 : 256;
+  const int n_tiles = (n_extent + step - 1) / step;
+  for (int e = 0; e < kExperts; ++e) {
+    const int m_tiles = ((is_wgrad(kind) ? m_extent : kCount[e]) + 127) / 128;
+    for (int half = 0; half < (kind == kWgradGateUp ? 2 : 1); ++half) {
+      for (int m = 0; m < m_tiles; m += 2) {
+        const bool along_m = m + 1 < m_tiles;
+        for (int n = 0; n < n_tiles; n += along_m ? 1 : 2) {
+          Task t = {};
+          t.kind = kind;
+          t.pair = along_m ? kPairM : kPairN;
+          t.half = static_cast<uint8_t>(half);
+          t.expert = e;
+          t.row0 = kStart[e] + (is_wgrad(kind) ? 0 : 128 * m);
+          t.rows = kCount[e] - (is_wgrad(kind) ? 0 : 128 * m);
+          t.m0 = is_wgrad(kind) ? 128 * m : 0;
+          t.n0 = n * step;
+          t.wait = t.signal = -1;
+          tasks.push_back(t);
+        }
+      }
+    }
+  }
+  return tasks;
+}
+
+template <Kind kKind>
+void run(const Arguments& args, uint32_t seed) {
+  using Config = MxConfig<kKind>;
+  const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
+  const int count = static_cast<int>(tasks.size());
+  MxBatch<host::Map> batch = {args, tasks.data(), &count};
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_mx_block<kKind, true, HostMx, Config>(batch); });
+}
+
+int failures = 0;
+
+void compare(const char* what, int expert, const std::vector<double>& out, const std::vector<double>& ref, double tolerance) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < ref.size(); ++i) {
+    difference += (out[i] - ref[i]) * (out[i] - ref[i]);
+    norm += ref[i] * ref[i];
+  }
+  const double error = norm > 0 ? std::sqrt(difference / norm) : (difference == 0 ? 0.0 : INFINITY);
+  if (!(error <= tolerance)) {
+    std::printf("%s, expert %d: relative norm %g is above %g\n", what, expert, error, tolerance);
+    ++failures;
+  }
+}
+
+template <class Reference>
+void compare_rows(const char* what, const uint16_t* out, int width, double tolerance, Reference reference) {
+  for (int e = 0; e < kExperts; ++e) {
+    std::vector<double> got, want;
+    for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+      for (int c = 0; c < width; ++c) {
+        got.push_back(bf16_value(out[size_t(r) * width + c]));
+        want.push_back(reference(r, e, c));
+      }
+    }
+    compare(what, e, got, want, tolerance);
+    for (int r = kStart[e] + kCount[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {
+      for (int c = 0; c < width; ++c) {
+        if (out[size_t(r) * width + c] != 0) {
+          std::printf("%s: padded row %d is not zero\n", what, r);
+          ++failures;
+          return;
+        }
+      }
+    }
+  }
+}
+
+uint64_t digest(const void* data, size_t bytes) {
+  uint64_t hash = 1469598103934665603ull;
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211ull;
+  return hash;
+}
+
+Arguments arguments(int k_extent, int m_extent, int n_extent) {
+  Arguments args = {};
+  args.num_rows = kRows;
+  args.k_blocks = blocks_of(k_extent);
+  args.m_extent = m_extent;
+  args.n_extent = n_extent;
+  return args;
+}
+
+double dot(const Quantized& a, int i, const Quantized& b, int j) {
+  double sum = 0;
+  for (int k = 0; k < a.length; ++k) sum += double{a.values[size_t(i) * a.length + k]} * b.values[size_t(j) * b.length + k];
+  return sum;
+}
+double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
+
+constexpr size_t kWide = size_t{kRows} * kF, kDeep = size_t{kRows} * kD;
+
+uint64_t gate_up(uint32_t seed) {
+  const Stack x = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * 2 * kF * kD, 0.1f), 2 * kExperts, kF, kD, false);
+  std::vector<uint16_t> h(kWide, 0xFFFF), saved(2 * kWide, 0xFFFF);
+  Arguments args = arguments(kD, kF, kF);
+  args.a = map_of(x.bytes.data(), 1, kD, kRows);
+  args.b = map_of(w.bytes.data(), 1, kD, kF, 2, kExperts);
+  args.a_codes = x.codes.data();
+  args.b_codes = w.codes.data();
+  args.out = map_of(h.data(), 2, kF, kRows);
+  args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
+  args.save_gate_up = args.write_out = 1;
+  run<kGateUp>(args, seed);
+  for (int half = 0; half < 2; ++half) {
+    compare_rows(half ? "up" : "gate", &saved[half * kWide], kF, 3e-3, [&](int r, int e, int f) { return dot(x.parts[0], r, w.parts[2 * e + half], f); });
+  }
+  compare_rows("h", h.data(), kF, 3e-3, [&](int r, int, int f) {
+    const double g = bf16_value(saved[size_t(r) * kF + f]), u = bf16_value(saved[kWide + size_t(r) * kF + f]);
+    return g * sigmoid(g) * u;
+  });
+  return digest(h.data(), 2 * h.size()) ^ digest(saved.data(), 2 * saved.size());
+}
+
+uint64_t down(uint32_t seed) {
+  const Stack h = rows_of(random_rows(kF), 1, kF, false), w = weights(random_values(size_t{kExperts} * kD * kF, 0.1f), kExperts, kD, kF, false);
+  std::vector<uint16_t> y(kDeep, 0xFFFF);
+  Arguments args = arguments(kF, kD, kD);
+  args.a = map_of(h.bytes.data(), 1, kF, kRows);
+  args.b = map_of(w.bytes.data(), 1, kF, kD, 1, kExperts);
+  args.a_codes = h.codes.data();
+  args.b_codes = w.codes.data();
+  args.out = map_of(y.data(), 2, kD, kRows);
+  run<kDown>(args, seed);
+  compare_rows("y", y.data(), kD, 3e-3, [&](int r, int e, int d) { return dot(h.parts[0], r, w.parts[e], d); });
+  return digest(y.data(), 2 * y.size());
+}
+
+uint64_t dgrad_down(uint32_t seed) {
+  const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * kD * kF, 0.1f), kExperts, kD, kF, true);
+  std::vector<uint16_t> gate_up(2 * kWide), out(2 * kWide, 0xFFFF), scaled(kWide, 0xFFFF);
+  for (auto& v : gate_up) v = Host::bf16(std::normal_distribution<float>()(generator));
+  std::vector<float> partial(size_t(blocks_of(kF)) * kRows, NAN), weight(kRows);
+  std::vector<int> slot(kRows);
+  for (int r = 0; r < kRows; ++r) {
+    slot[r] = expert_of(r) < 0 ? -1 : kRows - 1 - r;
+    weight[r] = std::uniform_real_distribution<float>(0.0f, 1.0f)(generator);
+  }
+  Arguments args = arguments(kD, kF, kF);
+  args.a = map_of(dy.bytes.data(), 1, kD, kRows);
+  args.b = map_of(w.bytes.data(), 1, kD, kF, 1, kExperts);
+  args.a_codes = dy.codes.data();
+  args.b_codes = w.codes.data();
+  args.gate_up = map_of(gate_up.data(), 2, kF, kRows, 2);
+  args.out = map_of(out.data(), 2, kF, kRows, 2);
+  args.scaled_h = map_of(scaled.data(), 2, kF, kRows);
+  args.weight_TxK = weight.data();
+  args.slot_M = slot.data();
+  args.weight_partial = partial.data();
+  run<kDgradDown>(args, seed);
+  auto g = [&](int r, int f) { return double{bf16_value(gate_up[size_t(r) * kF + f])}; };
+  auto u = [&](int r, int f) { return double{bf16_value(gate_up[kWide + size_t(r) * kF + f])}; };
+  compare_rows("d_gate", out.data(), kF, 3e-3, [&](int r, int e, int f) {
+    const double s = sigmoid(g(r, f));
+    return weight[slot[r]] * dot(dy.parts[0], r, w.parts[e], f) * u(r, f) * s * (1 + g(r, f) * (1 - s));
+  });
+  compare_rows("d_up", &out[kWide], kF, 3e-3,
+               [&](int r, int e, int f) { return weight[slot[r]] * dot(dy.parts[0], r, w.parts[e], f) * g(r, f) * sigmoid(g(r, f)); });
+  compare_rows("weight * h", scaled.data(), kF, 4e-3,
+               [&](int r, int, int f) { return weight[slot[r]] * g(r, f) * sigmoid(g(r, f)) * u(r, f); });
+  return digest(out.data(), 2 * out.size()) ^ digest(partial.data(), 4 * partial.size());
+}
+
+uint64_t dgrad_gate_up(uint32_t seed) {
+  auto both = random_rows(kF), other = random_rows(kF);
+  both.insert(both.end(), other.begin(), other.end());
+  const Stack da = rows_of(both, 2, kF, false), w = weights(random_values(size_t{kExperts} * 2 * kF * kD, 0.1f), 2 * kExperts, kF, kD, true);
+  std::vector<uint16_t> dx(kDeep, 0xFFFF);
+  Arguments args = arguments(kF, kF, kD);
+  args.a = map_of(da.bytes.data(), 1, kF, kRows, 2);
+  args.b = map_of(w.bytes.data(), 1, kF, kD, 2, kExperts);
+  args.a_codes = da.codes.data();
+  args.b_codes = w.codes.data();
+  args.out = map_of(dx.data(), 2, kD, kRows);
+  run<kDgradGateUp>(args, seed);
+  compare_rows("dx", dx.data(), kD, 3e-3,
+               [&](int r, int e, int d) { return dot(da.parts[0], r, w.parts[2 * e], d) + dot(da.parts[1], r, w.parts[2 * e + 1], d); });
+  return digest(dx.data(), 2 * dx.size());
+}
+
+template <Kind kKind>
+uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t seed) {
+  auto left = random_rows(m_extent);
+  if (halves == 2) {
+    const auto other = random_rows(m_extent);
+    left.insert(left.end(), other.begin(), other.end());
+  }
+  const Stack a = rows_of(left, halves, m_extent, true), b = rows_of(random_rows(n_extent), 1, n_extent, true, true);
+  std::vector<uint8_t> b_codes(b.codes.size() + 16);  // codes are read in pieces of 16 bytes
+  uint8_t* aligned = b_codes.data() + (16 - reinterpret_cast<uintptr_t>(b_codes.data()) % 16) % 16;
+  std::memcpy(aligned, b.codes.data(), b.codes.size());
+  const size_t size = size_t{kExperts} * halves * m_extent * n_extent;
+  std::vector<float> dw(size, NAN), before(size, 0.0f);
+  if (accumulate) {
+    for (auto& v : before) v = std::normal_distribution<float>()(generator);
+    dw = before;
+  }
+  Arguments args = arguments(kRows, m_extent, n_extent);
+  args.a = map_of(a.bytes.data(), 1, kRows, m_extent, halves);
+  args.b = map_of(b.bytes.data(), 1, kRows, n_extent);
+  args.a_codes = a.codes.data();
+  args.b_codes = aligned;
+  args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
+  args.dw = dw.data();
+  args.accumulate = accumulate;
+  run<kKind>(args, seed);
+  for (int e = 0; e < kExperts; ++e) {
+    std::vector<double> got, want;
+    for (int half = 0; half < halves; ++half) {
+      for (int m = 0; m < m_extent; ++m) {
+        for (int n = 0; n < n_extent; ++n) {
+          const size_t at = (size_t(e * halves + half) * m_extent + m) * n_extent + n;
+          double sum = before[at];
+          for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+            sum += double{a.parts[half].values[size_t(m) * kRows + r]} * b.parts[0].values[size_t(n) * kRows + r];
+          }
+          got.push_back(dw[at]);
+          want.push_back(sum);
+        }
+      }
+    }
+    compare(kKind == kWgradDown ? "dw_down" : "dw_gate_up", e, got, want, 1e-5);
+  }
+  return digest(dw.data(), 4 * dw.size());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: mx_host_kernels KIND SEED...\n");
+    return 2;
+  }
+  const std::string kind = argv[1];
+  uint64_t first = 0;
+  for (int i = 2; i < argc; ++i) {
+    generator.seed(7);
+    const uint32_t seed = static_cast<uint32_t>(std::atoi(argv[i]));
+    uint64_t bits;
+    if (kind == "gate_up") bits = gate_up(seed);
+    else if (kind == "down") bits = down(seed);
+    else if (kind == "dgrad_down") bits = dgrad_down(seed);
+    else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(seed);
+    else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(kD, kF, 1, false, seed);
+    else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(kF, kD, 2, false, seed);
+    else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(kD, kF, 1, true, seed);
+    else {
+      std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
+      return 2;
+    }
+    if (i == 2) first = bits;
+    if (bits != first) {
+      std::printf("%s: seeds %s and %s give different bits\n", kind.c_str(), argv[2], argv[i]);
+      ++failures;
+    }
+  }
+  std::printf("%s: %s\n", kind.c_str(), failures == 0 ? "ok" : "failed");
+  return failures == 0 ? 0 : 1;
+}

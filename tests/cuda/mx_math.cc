@@ -1,0 +1,61 @@
+// kernels_cuda/quantize_math.h over arrays, for test_mx_math.py.
+#include "quantize_math.h"
+
+extern "C" {
+
+void scale_codes(const uint32_t* amax, uint8_t* code, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) code[i] = static_cast<uint8_t>(moe::mx::scale_code(amax[i]));
+}
+
+void to_e4m3(const uint32_t* bits, uint8_t* byte, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) byte[i] = static_cast<uint8_t>(moe::mx::to_e4m3(moe::mx::float_of(bits[i])));
+}
+
+// Rows of `width` FP32 values in blocks of 32; if `aligned`, re-based to a code per 128. One code per 32 either way.
+void quantize_rows(const uint32_t* bits, uint8_t* byte, uint8_t* code, int64_t rows, int64_t width, int aligned) {
+  using namespace moe::mx;
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint32_t* x = bits + r * width;
+    for (int64_t b = 0; b < width / kBlock; ++b) {
+      uint32_t amax = 0;
+      for (int k = 0; k < kBlock; ++k) amax = amax > (x[kBlock * b + k] & 0x7FFFFFFFu) ? amax : x[kBlock * b + k] & 0x7FFFFFFFu;
+      const uint32_t s = scale_code(amax);
+      code[r * (width / kBlock) + b] = static_cast<uint8_t>(s);
+      for (int k = 0; k < kBlock; k += 2) {
+        const int64_t at = kBlock * b + k;
+        const uint32_t pair = pack_e4m3(float_of(x[at]) * reciprocal_scale(s), float_of(x[at + 1]) * reciprocal_scale(s));
+        byte[r * width + at] = pair & 0xFF;
+        byte[r * width + at + 1] = pair >> 8;
+      }
+    }
+    if (!aligned) continue;
+    for (int64_t b0 = 0; b0 < width / kBlock; b0 += 4) {
+      const int64_t end = b0 + 4 < width / kBlock ? b0 + 4 : width / kBlock;
+      uint32_t common = 0;
+      for (int64_t b = b0; b < end; ++b) {
+        const uint32_t s = code[r * (width / kBlock) + b];
+        if (s != kPoison && s > common) common = s;
+      }
+      for (int64_t b = b0; b < end; ++b) {
+        uint8_t& s = code[r * (width / kBlock) + b];
+        const uint32_t factor = rebase_factor(s, common);
+        for (int64_t at = kBlock * b; at < kBlock * (b + 1); at += 2) {
+          uint8_t* q = byte + r * width + at;
+          const uint32_t pair = rebase_e4m3(q[0] | static_cast<uint32_t>(q[1]) << 8, factor);
+          q[0] = pair & 0xFF;
+          q[1] = pair >> 8;
+        }
+        s = static_cast<uint8_t>(common);
+      }
+    }
+  }
+}
+
+void product_scales(const uint8_t* a, const uint8_t* b, uint32_t* bits, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) bits[i] = moe::mx::bits_of(moe::mx::product_scale(a[i], b[i]));
+}
+
+int64_t interleaved_offset(int64_t row, int64_t block, int64_t columns) { return moe::mx::interleaved_offset(row, block, columns); }
+int fragment_position(int column) { return moe::mx::fragment_position(column); }
+
+}  // extern "C"
