@@ -111,6 +111,16 @@ def assert_same_metrics(expected, got, steps):
             assert got[step][name] == expected[step][name], (step, name)
 
 
+def last_words(folder, rank):
+    """The step after which a rank was killed, as the shell beside it says."""
+    log, deadline = folder / f"rank{rank}.log", time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if found := re.search(rf"error: rank {rank} ended without a word after step (\d+)", log.read_text()):
+            return int(found[1])
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
 def ended_within_the_bound(job, lost, seconds):
     """All processes but `lost` end by themselves, non-zero, and say which rank was lost and at which step."""
     outputs, codes = job.finish(seconds, leave_out=(lost,))
@@ -131,6 +141,7 @@ def test_one_of_four_processes_is_killed_and_two_continue_with_the_numbers_of_on
     job.children[2].send_signal(signal.SIGKILL)
     ended_within_the_bound(job, lost=2, seconds=3 * STALL)
     assert time.monotonic() - started < 2 * STALL + 5
+    assert last_words(folder, 2) >= 4
     seen = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
     assert_same_metrics(expected, seen, range(1, 5))
 
@@ -161,6 +172,19 @@ def test_one_of_four_processes_is_stopped_and_the_job_ends_within_the_bound(alon
     job.children[1].send_signal(signal.SIGSTOP)
     ended_within_the_bound(job, lost=1, seconds=4 * STALL)
     assert time.monotonic() - started < 2 * STALL + 5
+
+
+@pytest.mark.slow
+def test_the_first_process_is_killed_and_the_job_ends_at_once(alone):
+    """The others end through JAX, whose store is gone with it; the shell beside each says at which step."""
+    folder, path, _, _ = alone
+    run = folder / "runs/headless"
+    job = train(folder, path, 4, "runs/headless", "training.steps=100000")
+    job.wait_for(lambda: (run / "checkpoints" / "4").exists())
+    job.children[0].send_signal(signal.SIGKILL)
+    outputs, codes = job.finish(2 * STALL + 5)
+    assert all(codes), (codes, outputs)
+    assert last_words(folder, 0) >= 4
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ judges what it reads. A process ends itself (exit code 75) if
 * it has itself made no progress for `stall_seconds` since training began, and nobody is silent: a loader or a file system
   hangs somewhere, and what the others say they are doing tells where.
 
-Two threads, because a call to the store may hang too: one talks to it, the other judges by what the first has got.
+Two threads, because a call to the store may hang too: one talks to it, the other judges by what the first has got. A process
+that is killed or crashes can't speak for itself; a waiting shell, told of every step, says it (`LastWords`).
 """
 
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +31,9 @@ from moejax.distributed import key_value_store
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing wrong with the input, the same command may be given again
 IN_STEP = "in the step"
 _FOLDER = "moejax/watchdog"
+
+# Reads a line per step; when the process that writes them is gone without having said "end", prints the last one.
+_SHELL = 'while read -r line; do last=$line; done; [ "$last" = end ] || echo "error: $last" >&2'
 
 
 class Store(Protocol):
@@ -94,6 +99,7 @@ class Watchdog:
         self._progress = self._answered = time.monotonic()
         self._ticks = 0
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> what it said last, and when that was new
+        self._last_words = LastWords(rank) if end is None and store is not None else None
 
     def start(self) -> None:
         """Begins to watch."""
@@ -111,6 +117,8 @@ class Watchdog:
         """Notes that training has begun, and that step `number` is finished (0: none yet)."""
         self._step, self._training = number, True
         self._progress = time.monotonic()
+        if self._last_words is not None:
+            self._last_words.step(number)
 
     def leave(self, failed: str = "") -> None:
         """Ends the watch, and tells the others that this process has finished, or why it failed."""
@@ -121,6 +129,8 @@ class Watchdog:
         if failed and self._rank == 0:
             time.sleep(3 * self._interval)  # the store goes when this process does: let the others read why
         self._done.set()
+        if self._last_words is not None:
+            self._last_words.end()
 
     def blame(self) -> str | None:
         """After an error in the middle of a step: the process at fault, once it is known, as a message; None: no other one.
@@ -184,6 +194,8 @@ class Watchdog:
             message = self._failed_peer(grace=2 * self._interval) or self._silent_peer(self._stall, begun)
             message = message or self._no_progress(now)
             if message and not self._left and self._ended.acquire(blocking=False):
+                if self._last_words is not None:
+                    self._last_words.end()
                 self._end(message)
                 return
 
@@ -222,6 +234,37 @@ class Watchdog:
         suspects = suspects or [r for r, report in reports.items() if report["step"] == slowest]
         named = ", ".join(f"rank {r} is {_at(reports[r])}" for r in suspects[:8])
         return f"no progress for {now - self._progress:.0f} s (distributed.stall_seconds={self._stall:g}): {named}"
+
+
+class LastWords:
+    """A shell beside this process that says how far it was, should it vanish: killed, or aborted by a library."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self._pipe: int | None = None
+        with contextlib.suppress(OSError):  # no shell here: nothing is said
+            child = subprocess.Popen(
+                ["/bin/sh", "-c", _SHELL], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+            assert child.stdin is not None
+            self._pipe = os.dup(child.stdin.fileno())
+            os.set_blocking(self._pipe, False)  # a shell that is slow must not slow down training
+            child.stdin.close()
+            child.returncode = 0  # it outlives us by design
+        self._write(f"rank {rank} ended without a word before its first step: killed, or a library aborted")
+
+    def step(self, number: int) -> None:
+        """Step `number` is finished."""
+        self._write(f"rank {self._rank} ended without a word after step {number}: killed, or a library aborted")
+
+    def end(self) -> None:
+        """This process says itself what there is to say."""
+        self._write("end")
+
+    def _write(self, line: str) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._pipe, f"{line}\n".encode())
 
 
 def _at(report: dict[str, Any]) -> str:
