@@ -19,7 +19,7 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 SHAPES = {
     # name: (group sizes or None, K, E, T, D, F, activation), as in test_expert_layer.py
     "tiny_one_slot": ([3, 0, 130], 1, 3, None, 72, 40, "swiglu"),
-    "tiny_two_slots": (None, 2, 3, 65, 136, 72, "swiglu_oai"),
+    "tiny_two_slots": (None, 2, 3, 65, 136, 72, "swiglu"),
 }
 
 
