@@ -240,10 +240,10 @@ def _hint(value: Any, expected: Any) -> str:
     kinds = _alternatives(expected)
     if isinstance(value, str) and (int in kinds or float in kinds or bool in kinds) and str not in kinds:
         try:
-            float(value)
+            number = float(value)
         except ValueError:
             return ""
-        return ": remove the quotes"
+        return ": remove the quotes" if math.isfinite(number) else ": it must be finite"
     if isinstance(value, (int, float)) and str in kinds:
         return ": put it in quotes"
     texts = [choice for kind in kinds for choice in typing.get_args(kind)] if not isinstance(value, bool) else []

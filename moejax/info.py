@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import sys
 
 import jax
 import jaxlib
@@ -85,5 +86,23 @@ def _reason(name: str, chosen: str, spec: MoESpec) -> str:
     return "the oracle; never chosen by itself" if name == "dense" else "runs here, slower"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Prints the report. Returns the exit code: 1, with one line on stderr, where JAX finds no device."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # what JAX raises depends on which of its plugins are installed
+        wanted = jax.config.jax_platforms
+        asked = f"JAX_PLATFORMS={wanted} asks for what" if wanted else "none of the platforms JAX knows is what"
+        detail = " ".join(str(error).split())
+        print(
+            f"moejax.info: no device: {asked} this machine or this installation of JAX does not have{detail and f' ({detail})'}. "
+            "Unset JAX_PLATFORMS, or set it to cpu; for a GPU install jax[cuda13] and check nvidia-smi",
+            file=sys.stderr,
+        )
+        return 1
     print("\n".join(describe()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

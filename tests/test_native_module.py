@@ -140,3 +140,13 @@ def test_info_names_versions_modules_devices_and_backends(caplog):
         assert part in text
     if native.missing("_cpu") is None:
         assert "OpenBLAS" in text and "native: chosen, the fastest that runs on cpu" in text
+
+
+def test_info_without_the_device_asked_for_is_one_line():
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "moejax.info"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("moejax.info: no device: JAX_PLATFORMS=cuda") and "Unset JAX_PLATFORMS" in line

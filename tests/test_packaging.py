@@ -119,6 +119,25 @@ def test_make_stops_with_that_message(bare, tmp_path):
     assert done.returncode != 0 and "Install one with:" in done.stderr
 
 
+def test_without_headers_of_python_nothing_is_compiled_and_the_reason_is_said(tmp_path):
+    cmake = shutil.which("cmake", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake is None or shutil.which("c++") is None:
+        pytest.skip("needs CMake and a C++ compiler")
+    build = tmp_path / "build"
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DPython_INCLUDE_DIR=/nowhere"]
+    configure = [cmake, "-S", ROOT, "-B", build, *options]
+    done = subprocess.run(configure, capture_output=True, text=True, timeout=120)
+    if "or higher is required" in done.stderr:
+        pytest.skip("needs a newer CMake")
+    assert done.returncode == 0, done.stderr
+    assert "has no headers (Python.h)" in done.stderr and "xla" in done.stderr
+    install = [cmake, "--install", build, "--component", "python", "--prefix", tmp_path / "site"]
+    subprocess.run(install, capture_output=True, check=True, timeout=60)
+    assert not (tmp_path / "site").exists()
+    wanted = subprocess.run([*configure, "-DMOEJAX_CUDA=ON"], capture_output=True, text=True, timeout=120)
+    assert wanted.returncode != 0 and "MOEJAX_CUDA is on but" in wanted.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_installs_and_works_without_a_compiler(bare, tmp_path):
