@@ -4,10 +4,15 @@ Leading dense layers (optional), then MoE layers; the parameters of each kind ar
 (`training.scan_layers`) or unrolled over the same tree. A recipe never changes the tree: layers that differ from their
 neighbours (`moe.bf16_layers`, hash layers) are scanned in segments of the stack.
 
+Expert weights can be read in two ways. Without `experts`, a layer gets its slice of the stack, as every other parameter does,
+and gradients come out of `jax.grad`: simple, and what generation and evaluation do. The training step hands over whole stacks
+and buffers (`expert_stacks`): a layer then reads and accumulates its part where it lies, and nothing of that size is ever copied.
+
 Letters: B batch, L sequence, S cached positions, D model width, V vocabulary, C key/value heads, H head width,
 K experts per token, N layers of a stack.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import Config, MoEConfig
-from moejax.nn import MLP, Attention, Embedding, HashTable, Linear, MoE, RMSNorm
+from moejax.nn import MLP, Attention, Embedding, ExpertParam, HashTable, Linear, MoE, RMSNorm
 from moejax.nn.layers import compute_dtype
 from moejax.nn.moe import current_mesh
 from moejax.nn.param import declare
 from moejax.nn.remat import remat
 from moejax.nn.stack import make_stack, split_stack
-from moejax.ops.balance import RouterStats
+from moejax.ops.experts import ExpertWeights
 from moejax.ops.rope import rope_turns
 from moejax.ops.spec import MoESpec, moe_spec
 
@@ -49,6 +54,19 @@ class Segment(NamedTuple):
     hashed: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A segment with its variables: `layers` is stacked (state of a Block, copies of its experts or None, hash table or None)."""
+
+    graphdef: nnx.GraphDef
+    spec: MoESpec
+    layers: tuple[Any, Any, Any]
+
+    def block(self, state: Any = None) -> "Block":
+        """The Block with this state; None: with that of all layers, stacked."""
+        return nnx.merge(self.graphdef, self.layers[0] if state is None else state)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), where mlp is dense or a mixture of experts."""
 
@@ -63,28 +81,29 @@ class Block(nnx.Module):
         else:
             self.moe = MoE(model.d_model, config.moe, spec=spec, rngs=rngs)
 
-    def __call__(self, x_BxLxD, tokens: Tokens, spec=None, copies=None, hash_table_VxK=None):
+    def __call__(self, x_BxLxD, tokens: Tokens, spec=None, hash_table_VxK=None, **experts):
+        """`experts`: arguments of `MoE` that say where the expert weights are."""
         x_BxLxD += self.attention(self.attention_norm(x_BxLxD), tokens.turns, tokens.segment_BxL)
-        return self.feed(x_BxLxD, tokens, spec, copies, hash_table_VxK)
+        return self.feed(x_BxLxD, tokens, spec, hash_table_VxK, **experts)
 
     def decode(self, x_BxLxD, tokens: Tokens, position, cache, spec=None, copies=None, hash_table_VxK=None):
         mixed_BxLxD, cache = self.attention.decode(self.attention_norm(x_BxLxD), tokens.turns, position, cache)
-        x_BxLxD, _ = self.feed(x_BxLxD + mixed_BxLxD, tokens, spec, copies, hash_table_VxK)
+        x_BxLxD, _ = self.feed(x_BxLxD + mixed_BxLxD, tokens, spec, hash_table_VxK, copies=copies)
         return x_BxLxD, cache
 
-    def feed(self, x_BxLxD, tokens: Tokens, spec, copies, hash_table_VxK) -> tuple[jax.Array, RouterStats | None]:
+    def feed(self, x_BxLxD, tokens: Tokens, spec, hash_table_VxK, **experts):
         normed_BxLxD = self.mlp_norm(x_BxLxD)
         if spec is None:
             return x_BxLxD + self.mlp(normed_BxLxD), None
-        y_BxLxD, stats = self.moe(
+        y_BxLxD, stats, *buffers = self.moe(
             normed_BxLxD,
             mask_BxL=tokens.segment_BxL > 0,
             token_BxL=tokens.token_BxL,
             hash_table_VxK=hash_table_VxK,
-            copies=copies,
             spec=spec,
+            **experts,
         )
-        return x_BxLxD + y_BxLxD, stats
+        return x_BxLxD + y_BxLxD, stats, *buffers
 
 
 class Decoder(nnx.Module):
@@ -129,7 +148,9 @@ class Decoder(nnx.Module):
         segment_BxL: jax.Array | None = None,
         position_BxL: jax.Array | None = None,
         copies: Any = None,
-    ) -> tuple[jax.Array, RouterStats | None]:
+        experts: tuple[ExpertWeights, ...] | None = None,
+        accumulator: tuple[ExpertWeights, ...] | None = None,
+    ):
         """Hidden states after the final norm; `ops.loss.cross_entropy` and `head_weight` make them a loss.
 
         Args:
@@ -137,8 +158,12 @@ class Decoder(nnx.Module):
           segment_BxL: int32 document of each token, 0 for padding. None: each row is one document.
           position_BxL: int32 position inside the document. None: 0 .. L-1.
           copies: of `expert_copies`; None: made where they are used, on every call.
+          experts: of `expert_stacks`: expert weights to read where they lie, instead of slices of the model's own, which
+            then get no gradient.
+          accumulator: FP32 buffers for their gradient, from `moe.new_accumulator`, one per stack; used as there.
         Returns:
-          hidden_BxLxD in the compute dtype, and `RouterStats` stacked over MoE layers (None without MoE layers).
+          hidden_BxLxD in the compute dtype, and `RouterStats` stacked over MoE layers (None without MoE layers); with
+          `accumulator` it comes back as third.
         """
         if segment_BxL is None:
             segment_BxL = jnp.ones_like(token_BxL)
@@ -149,17 +174,19 @@ class Decoder(nnx.Module):
         if self.dense_layers is not None:
             graphdef, state = nnx.split(self.dense_layers)
             x_BxLxD, _ = self._run(lambda x, xs: nnx.merge(graphdef, xs)(x, tokens), x_BxLxD, state)
-        stats = []
-        for segment, graphdef, layers in self._moe_segments(copies):
-
-            def block(x, xs, graphdef=graphdef, spec=segment.spec):
-                state, copies, table = xs
-                return nnx.merge(graphdef, state)(x, tokens, spec, copies, table)
-
-            x_BxLxD, segment_stats = self._run(block, x_BxLxD, layers)
+        stats, buffers = [], []
+        for i, segment in enumerate(self._moe_segments(copies)):
+            if experts is None:
+                x_BxLxD, segment_stats = self._run(_sliced(segment, tokens), x_BxLxD, segment.layers)
+            else:
+                buffer = None if accumulator is None else accumulator[i]
+                body, layers = _in_place(segment, tokens, experts[i])
+                (x_BxLxD, buffer), segment_stats = self._run(body, (x_BxLxD, buffer), layers)
+                buffers.append(buffer)
             stats.append(segment_stats)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-        return self.norm(x_BxLxD), joined
+        hidden_BxLxD = self.norm(x_BxLxD)
+        return (hidden_BxLxD, joined) if accumulator is None else (hidden_BxLxD, joined, tuple(buffers))
 
     def head_weight(self) -> jax.Array:
         """FP32 w_VxD of the output head."""
@@ -170,10 +197,16 @@ class Decoder(nnx.Module):
 
         Call it once per optimizer step, outside `jax.grad` and the micro-batch loop.
         """
-        copies = []
-        for segment, graphdef, (state, _, _) in self._moe_segments(None):
-            copies.append(nnx.merge(graphdef, state).moe.expert_copies(segment.spec))
-        return tuple(copies) if jax.tree.leaves(copies) else None
+        copies = tuple(stack.copies for stack in self.expert_stacks())
+        return copies if jax.tree.leaves(copies) else None
+
+    def expert_stacks(self) -> tuple[ExpertWeights, ...]:
+        """Masters and compute copies of all expert weights, one stack of layers per segment.
+
+        Call it once per optimizer step, outside the micro-batch loop. Differentiable in the masters; inside `shard_map` it
+        also works on `fsdp` shards of them.
+        """
+        return tuple(segment.block().moe.prepared(segment.spec) for segment in self._moe_segments(None))
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `length` positions of `batch` rows, in the compute dtype."""
@@ -211,13 +244,13 @@ class Decoder(nnx.Module):
 
             x_BxLxD, new = jax.lax.scan(dense_block, x_BxLxD, (state, caches.pop(0)))
             done.append(new)
-        for (segment, graphdef, layers), part in zip(self._moe_segments(copies), caches, strict=True):
+        for segment, part in zip(self._moe_segments(copies), caches, strict=True):
 
-            def block(x, xs, graphdef=graphdef, spec=segment.spec):
+            def block(x, xs, segment=segment):
                 (state, copies, table), cache = xs
-                return nnx.merge(graphdef, state).decode(x, tokens, position, cache, spec, copies, table)
+                return segment.block(state).decode(x, tokens, position, cache, segment.spec, copies, table)
 
-            x_BxLxD, new = jax.lax.scan(block, x_BxLxD, (layers, part))
+            x_BxLxD, new = jax.lax.scan(block, x_BxLxD, (segment.layers, part))
             done.append(new)
         cache = Cache(*jax.tree.map(lambda *parts: jnp.concatenate(parts), *done))
         return self.norm(x_BxLxD), cache
@@ -226,20 +259,20 @@ class Decoder(nnx.Module):
         model = self.config.model
         return rope_turns(position_BxL, model.head_dim, model.rope_theta, model.rope_fraction)
 
-    def _run(self, block, x_BxLxD, layers):
-        """Applies `block` to each layer of a stack, under the remat policy; stacks what it returns beside x."""
+    def _run(self, block, carry, layers):
+        """Applies `block` to each layer of a stack, under the remat policy; stacks what it returns beside the carry."""
         training = self.config.training
         body = remat(block, training.remat, scanned=training.scan_layers)
         if training.scan_layers:
-            return jax.lax.scan(body, x_BxLxD, layers)
+            return jax.lax.scan(body, carry, layers)
         outs = []
         for layer in split_stack(layers):
-            x_BxLxD, out = body(x_BxLxD, layer)
+            carry, out = body(carry, layer)
             outs.append(out)
-        return x_BxLxD, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
     def _moe_segments(self, copies):
-        """Per segment: itself, the graph of a Block, and its stacked (state, copies, hash tables)."""
+        """The segments with their layers: stacked (state, copies, hash tables)."""
         if not self.segments:
             return
         graphdef, state = nnx.split(self.moe_layers)
@@ -248,8 +281,39 @@ class Decoder(nnx.Module):
         first = 0
         for segment, part, copy in zip(self.segments, parts, copies, strict=True):
             table = self.hash_table[...][first : first + segment.layers] if segment.hashed else None
-            yield segment, graphdef, (part, copy, table)
+            yield Layers(graphdef, segment.spec, (part, copy, table))
             first += segment.layers
+
+
+def _sliced(segment: Layers, tokens: Tokens):
+    """Body of a loop over layers that are given one by one, expert weights too."""
+
+    def body(x, layer):
+        state, copies, table = layer
+        return segment.block(state)(x, tokens, segment.spec, table, copies=copies)
+
+    return body
+
+
+def _in_place(segment: Layers, tokens: Tokens, stack: ExpertWeights):
+    """Body of a loop over layers that read the experts of a whole stack by index, and what it runs over.
+
+    The carry holds the accumulator, so that the backward pass, which runs the other way, adds to one buffer in turn.
+    """
+    state, _, table = segment.layers
+    masters, rest = nnx.split_state(state, ExpertParam, ...)
+    index = jnp.arange(stack.w_down_ExDxF.shape[0], dtype=jnp.int32)
+
+    def body(carry, layer):
+        x, buffer = carry
+        index, rest, table = layer
+        # The masters only complete the module; they are neither read nor cut.
+        block = segment.block(nnx.merge_state(masters, rest))
+        experts = stack.of_layer(index)
+        x, stats, *buffers = block(x, tokens, segment.spec, table, experts=experts, accumulator=buffer)
+        return (x, buffers[0] if buffers else None), stats
+
+    return body, (index, rest, table)
 
 
 def _vocab_size(config: Config) -> int:

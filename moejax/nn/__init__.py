@@ -6,6 +6,17 @@ router. Every variable carries the logical name of each axis (`param.py`).
 
 from moejax.nn.attention import Attention
 from moejax.nn.layers import MLP, Embedding, Linear, RMSNorm
-from moejax.nn.moe import Experts, HashTable, MoE, RouterBias
+from moejax.nn.moe import ExpertParam, Experts, HashTable, MoE, RouterBias
 
-__all__ = ["MLP", "Attention", "Embedding", "Experts", "HashTable", "Linear", "MoE", "RMSNorm", "RouterBias"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "Embedding",
+    "ExpertParam",
+    "Experts",
+    "HashTable",
+    "Linear",
+    "MoE",
+    "RMSNorm",
+    "RouterBias",
+]

@@ -14,7 +14,6 @@ from flax import nnx
 from moejax.config import Config, ModelConfig, MoEConfig
 from moejax.nn import param
 from moejax.nn.layers import MLP, compute_dtype
-from moejax.ops.balance import RouterStats
 from moejax.ops.experts import ExpertWeights, prepare_experts
 from moejax.ops.linear import linear
 from moejax.ops.moe import moe_layer
@@ -30,16 +29,20 @@ class HashTable(RouterBias):
     """Frozen int32 table of hash layers, token -> K experts. State, because restoring without it would reroute every token."""
 
 
+class ExpertParam(nnx.Param):
+    """A master of routed experts: sharded over the `expert` axis, where its gradient stays, and accumulated in place."""
+
+
 class Experts(nnx.Module):
     """The routed experts: FP32 masters `w_gate_up` (E, 2, F, D) and `w_down` (E, D, F), biases or None."""
 
     def __init__(self, spec: MoESpec, *, rngs: nnx.Rngs):
         experts, width, d_model = spec.num_experts, spec.expert_width, spec.d_model
-        self.w_gate_up = param.matrix(rngs, (experts, 2, width, d_model), ("expert", None, "mlp", "embed"))
-        self.w_down = param.matrix(rngs, (experts, d_model, width), ("expert", "embed", "mlp"))
+        self.w_gate_up = param.matrix(rngs, (experts, 2, width, d_model), ("expert", None, "mlp", "embed"), ExpertParam)
+        self.w_down = param.matrix(rngs, (experts, d_model, width), ("expert", "embed", "mlp"), ExpertParam)
         biases = spec.expert_bias
-        self.b_gate_up = param.zeros((experts, 2, width), ("expert", None, "mlp")) if biases else None
-        self.b_down = param.zeros((experts, d_model), ("expert", "embed")) if biases else None
+        self.b_gate_up = param.zeros((experts, 2, width), ("expert", None, "mlp"), ExpertParam) if biases else None
+        self.b_down = param.zeros((experts, d_model), ("expert", "embed"), ExpertParam) if biases else None
 
     def masters(self) -> ExpertWeights:
         b_gate_up, b_down = (None if leaf is None else leaf[...] for leaf in (self.b_gate_up, self.b_down))
@@ -120,7 +123,9 @@ class MoE(nnx.Module):
         hash_table_VxK: jax.Array | None = None,
         copies: Any = None,
         spec: MoESpec | None = None,
-    ) -> tuple[jax.Array, RouterStats]:
+        experts: ExpertWeights | None = None,
+        accumulator: ExpertWeights | None = None,
+    ):
         """
         Args:
           x_BxLxD: FP32 or BF16 activations.
@@ -128,32 +133,40 @@ class MoE(nnx.Module):
           token_BxL, hash_table_VxK: token ids and table of a hash layer.
           copies: of `expert_copies`, made once per optimizer step; None: made here, on every call.
           spec: replaces the module's own for this call (another recipe or backend).
+          experts: read instead of the module's own masters, which then get no gradient: of `prepared`, or one layer of a
+            stack of them.
+          accumulator: FP32 buffers shaped like `experts`, which their gradient is added to (`moe_layer`).
         Returns:
-          y_BxLxD in the dtype of x, and the sums the balance losses and metrics are made of.
+          y_BxLxD in the dtype of x, and the sums the balance losses and metrics are made of; with `accumulator` it
+          comes back as third.
         """
         spec = spec or self.spec
         bias_E = None if self.select_bias is None else self.select_bias[...]
         router_bias_E = None if self.b_router is None else self.b_router[...]
-        # Under checkpoint the residual is x in its own dtype, not an FP32 copy of it.
-        logits_BxLxE = jax.checkpoint(router_logits)(x_BxLxD, self.w_router[...], router_bias_E)
-        weight_BxLxK, expert_BxLxK, stats = route(logits_BxLxE, bias_E, spec, mask_BxL, token_BxL, hash_table_VxK)
-        experts = self._prepared(spec, copies)
-        y_BxLxD, dispatched = moe_layer(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec)
-        stats = dataclasses.replace(stats, dropped=dispatched.dropped)
+        with jax.named_scope("router"):
+            # Under checkpoint the residual is x in its own dtype, not an FP32 copy of it.
+            logits_BxLxE = jax.checkpoint(router_logits)(x_BxLxD, self.w_router[...], router_bias_E)
+            weight_BxLxK, expert_BxLxK, stats = route(logits_BxLxE, bias_E, spec, mask_BxL, token_BxL, hash_table_VxK)
+        experts = self.prepared(spec, copies) if experts is None else experts
+        y_BxLxD, dispatched, *buffers = moe_layer(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec, accumulator)
+        stats = dataclasses.replace(stats, dropped=dispatched.dropped, moved_bytes=dispatched.moved_bytes)
         if self.shared is not None:
             y_BxLxD += self._gate(x_BxLxD) * self.shared(x_BxLxD)
-        return y_BxLxD, stats
+        return y_BxLxD, stats, *buffers
 
     def expert_copies(self, spec: MoESpec | None = None) -> Any:
         """What the products of the recipe read, made from the masters: once per optimizer step, without a gradient.
 
         Works on stacked layers too. None where the products read the masters themselves.
         """
-        return self._prepared(spec or self.spec, None).copies
+        return self.prepared(spec).copies
 
-    def _prepared(self, spec, copies) -> ExpertWeights:
+    def prepared(self, spec: MoESpec | None = None, copies: Any = None) -> ExpertWeights:
+        """The masters with their copies, which are made here if None. Works on stacked layers, and on `fsdp` shards of them."""
         w = self.experts.masters()
         if copies is None:
+            # A shard over fsdp is narrower in D, and so are its copies.
+            spec = (spec or self.spec).replace(d_model=w.w_down_ExDxF.shape[-2])
             return prepare_experts(w.w_gate_up_Ex2xFxD, w.w_down_ExDxF, spec, w.b_gate_up_Ex2xF, w.b_down_ExD)
         return ExpertWeights(w.w_gate_up_Ex2xFxD, w.w_down_ExDxF, w.b_gate_up_Ex2xF, w.b_down_ExD, copies)
 

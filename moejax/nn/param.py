@@ -16,7 +16,7 @@ from flax import nnx
 LOGICAL_AXES = ("layer", "embed", "mlp", "expert", "heads", "kv_heads", "vocab")
 
 
-def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: type[nnx.Variable] = nnx.Param):
     """FP32 matrix, or stack of them, of shape (..., out, in): truncated normal, variance 1 / in.
 
     Leading axes count neither as fan-in nor as fan-out (an (E, F, D) weight has fan-in D).
@@ -24,7 +24,7 @@ def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...])
     # 0.8796 is the standard deviation of a standard normal cut at +-2.
     std = 1.0 / math.sqrt(shape[-1]) / 0.87962566
     value = std * jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    return declare(value, axes)
+    return declare(value, axes, kind)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float) -> nnx.Param:
@@ -32,8 +32,8 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...],
     return declare(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes)
 
 
-def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    return declare(jnp.zeros(shape, jnp.float32), axes)
+def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...], kind: type[nnx.Variable] = nnx.Param):
+    return declare(jnp.zeros(shape, jnp.float32), axes, kind)
 
 
 def ones(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:

@@ -53,9 +53,28 @@ class ExpertWeights:
         stack = dataclasses.replace(self, layer=None)
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), stack)
 
+    def flat(self) -> "ExpertWeights":
+        """A stack of N layers as one layer of N E experts: no copy. Which of them are meant is up to the plan (`flat_counts`)."""
+        stack = dataclasses.replace(self, layer=None)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack)
+
     def zeros(self) -> "ExpertWeights":
         """FP32 zeros in the shape of the masters: an empty gradient accumulator."""
         return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), self.masters())
+
+
+def flat_counts(plan: Any, experts: ExpertWeights) -> Any:
+    """The plan of one layer, for `experts.flat()`: all N E experts, of which only those of `experts.layer` have rows.
+
+    Args:
+      plan: a `Plan`, or anything with int32 count_E and start_E.
+      experts: a stack, with its layer.
+    """
+    layers, local_experts = experts.w_down_ExDxF.shape[:2]
+    first = jnp.asarray(experts.layer, jnp.int32) * local_experts
+    none = jnp.zeros(layers * local_experts, jnp.int32)
+    count, start = (jax.lax.dynamic_update_slice(none, leaf, (first,)) for leaf in (plan.count_E, plan.start_E))
+    return dataclasses.replace(plan, count_E=count, start_E=start)
 
 
 def prepare_experts(

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from moejax import native
 from moejax.native import calls, cuda_calls
-from moejax.ops.experts import ExpertWeights
+from moejax.ops.experts import ExpertWeights, flat_counts
 from moejax.ops.mxfp8 import MXArray
 from moejax.ops.schedule import Plan
 from moejax.ops.spec import MoESpec
+
+STACKED = True  # one layer of a stack of N is N E experts, of which only that layer's have rows: the kernels never touch the others
 
 _MAX_GPU_EXPERTS = 4096
 
@@ -76,6 +78,7 @@ def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
 
 def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec):
     """Slot rows y before the combine weight, zero in padding, and gate_up (M, 2F) if `spec.save` keeps it."""
+    plan, experts = _flat(plan, experts)
     fprop, _ = _operands(experts, spec)
     rows = calls.Rows(plan.count_E, plan.start_E)
     return calls.moe_forward(x_MxD, None, rows, fprop, _biases(experts), save=_saves(spec), **_static(spec))
@@ -83,12 +86,18 @@ def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec)
 
 def backward(x_MxD, dy_MxD, weight_M, saved, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
     """dx rows, d(weight) per row, and FP32 weight gradients that continue from `accumulator` if there is one."""
+    if experts.layer is not None:
+        dx, d_weight, gradients = backward(
+            x_MxD, dy_MxD, weight_M, saved, *_flat(plan, experts), spec, accumulator=accumulator.flat()
+        )
+        return dx, d_weight, _like(gradients, accumulator)
     rows = calls.Rows(plan.count_E, plan.start_E)
     return _backward(x_MxD, dy_MxD, weight_M, saved, rows, experts, spec, accumulator)
 
 
 def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoESpec):
     """y of the tokens, dispatch and combine included, and gate_up ((M, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
+    plan, experts = _flat(plan, experts)
     fprop, _ = _operands(experts, spec)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
     if _on_gpu():
@@ -100,6 +109,11 @@ def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoE
 
 def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWeights, spec: MoESpec, accumulator=None):
     """dx, d(weight) and FP32 weight gradients of the tokens."""
+    if experts.layer is not None:
+        dx, d_weight, gradients = ffn_backward(
+            x_TxD, weight_TxK, dy_TxD, saved, *_flat(plan, experts), spec, accumulator=accumulator.flat()
+        )
+        return dx, d_weight, _like(gradients, accumulator)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
     if _on_gpu():
         operands, _ = _operands(experts, spec)
@@ -111,6 +125,14 @@ def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWe
         )
         return dx.astype(x_TxD.dtype), d_weight, ExpertWeights(*gradients)
     return _backward(x_TxD, dy_TxD.astype(x_TxD.dtype), weight_TxK, saved, rows, experts, spec, accumulator)
+
+
+def _flat(plan: Plan, experts: ExpertWeights) -> tuple[Plan, ExpertWeights]:
+    return (plan, experts) if experts.layer is None else (flat_counts(plan, experts), experts.flat())
+
+
+def _like(gradients: ExpertWeights, stack: ExpertWeights) -> ExpertWeights:
+    return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradients, stack)
 
 
 def _backward(x, dy, weight, saved, rows: calls.Rows, experts: ExpertWeights, spec: MoESpec, accumulator):

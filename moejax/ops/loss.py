@@ -1,4 +1,9 @@
-"""Cross-entropy of the next token in chunks: the logits of the whole batch never exist, forward or backward.
+"""Cross-entropy of the next token in chunks: the logits of the whole batch never exist.
+
+A sum has the same gradient up to a factor wherever it goes, so the pass that computes the logits of a chunk makes both
+gradients from them at once, and the backward only multiplies by that factor: three products per chunk instead of the
+four of computing the logits again (the head of Qwen3-30B-A3B, 16,384 tokens: 10 of 41 TFLOP). Without a gradient, as in evaluation,
+there is one product.
 
 Letters: B batch, L sequence, D model width, V vocabulary, C positions per chunk.
 Chunks are cut along the sequence and hold every row of the batch, so that a batch sharded over devices stays sharded.
@@ -44,45 +49,55 @@ def cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _nll_sum(hidden_BxLxD, w_VxD, target_BxL, positions):
-    return _forward(hidden_BxLxD, w_VxD, target_BxL, positions)[0]
+    w_cast_VxD = w_VxD.astype(hidden_BxLxD.dtype)
+
+    def chunk_nll(total, hidden_BxCxD, target_BxC):
+        logits_BxCxV = _logits(hidden_BxCxD, w_cast_VxD)
+        nll_BxC, _ = _nll(logits_BxCxV, target_BxC)
+        return total + jnp.sum(nll_BxC), nll_BxC
+
+    with jax.named_scope("head_and_loss"):
+        return _over_chunks(chunk_nll, jnp.float32(0.0), (hidden_BxLxD, target_BxL), positions)[0]
 
 
 def _forward(hidden_BxLxD, w_VxD, target_BxL, positions):
     w_cast_VxD = w_VxD.astype(hidden_BxLxD.dtype)
 
-    def chunk_nll(total, hidden_BxCxD, target_BxC):
+    def chunk_grads(carry, hidden_BxCxD, target_BxC):
+        total, dw_VxD = carry
         logits_BxCxV = _logits(hidden_BxCxD, w_cast_VxD)
-        lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-        # A masked sum, not a gather: XLA fuses it with the pass that reads the logits for the log-sum-exp.
-        correct_BxC = jnp.sum(jnp.where(_is_target(target_BxC, logits_BxCxV), logits_BxCxV, 0.0), axis=-1)
-        nll_BxC = jnp.where(_outside(target_BxC, w_VxD), jnp.nan, lse_BxC - correct_BxC)
-        return total + jnp.sum(jnp.where(target_BxC == UNSCORED, 0.0, nll_BxC)), lse_BxC
+        nll_BxC, lse_BxC = _nll(logits_BxCxV, target_BxC)
+        p_BxCxV = jnp.exp(logits_BxCxV - lse_BxC[..., None])
+        d_logits = jnp.where(_is_target(target_BxC, logits_BxCxV), p_BxCxV - 1.0, p_BxCxV)
+        d_logits = jnp.where(_outside(target_BxC, logits_BxCxV)[..., None], jnp.nan, d_logits)
+        # The factor multiplies the FP32 products, not this: (p - 1) rounds to BF16 with a relative error that does not depend on it.
+        d_logits = jnp.where((target_BxC == UNSCORED)[..., None], 0.0, d_logits).astype(hidden_BxCxD.dtype)
+        dw_VxD = dw_VxD + _dot("bcv,bcd->vd", d_logits, hidden_BxCxD)
+        return (total + jnp.sum(nll_BxC), dw_VxD), _dot("bcv,vd->bcd", d_logits, w_cast_VxD)
 
-    total, lse_BxL = _over_chunks(chunk_nll, jnp.float32(0.0), (hidden_BxLxD, target_BxL), positions)
-    return total, (hidden_BxLxD, w_VxD, target_BxL, lse_BxL)
+    with jax.named_scope("head_and_loss"):
+        start = (jnp.float32(0.0), jnp.zeros(w_VxD.shape, jnp.float32))
+        (total, dw_VxD), dh_BxLxD = _over_chunks(chunk_grads, start, (hidden_BxLxD, target_BxL), positions)
+    # An empty array says what dtype dh has in the end; the products stay FP32 until they are scaled.
+    return total, (dh_BxLxD, dw_VxD, jnp.zeros((0,), hidden_BxLxD.dtype))
 
 
 def _backward(positions, residuals, d_total):
-    hidden_BxLxD, w_VxD, target_BxL, lse_BxL = residuals
-    w_cast_VxD = w_VxD.astype(hidden_BxLxD.dtype)
-
-    def chunk_grads(dw_VxD, hidden_BxCxD, target_BxC, lse_BxC):
-        logits_BxCxV = _logits(hidden_BxCxD, w_cast_VxD)
-        p_BxCxV = jnp.exp(logits_BxCxV - lse_BxC[..., None])
-        d_logits = jnp.where(_is_target(target_BxC, logits_BxCxV), p_BxCxV - 1.0, p_BxCxV)
-        d_logits = jnp.where(_outside(target_BxC, w_VxD)[..., None], jnp.nan, d_logits)
-        # d_total multiplies the FP32 products, not this: (p - 1) rounds to BF16 with a relative error that does not depend on it.
-        d_logits = jnp.where((target_BxC == UNSCORED)[..., None], 0.0, d_logits).astype(hidden_BxCxD.dtype)
-        dh_BxCxD = _dot("bcv,vd->bcd", d_logits, w_cast_VxD) * d_total
-        return dw_VxD + _dot("bcv,bcd->vd", d_logits, hidden_BxCxD), dh_BxCxD.astype(hidden_BxCxD.dtype)
-
-    dw_VxD, dh_BxLxD = _over_chunks(
-        chunk_grads, jnp.zeros(w_VxD.shape, jnp.float32), (hidden_BxLxD, target_BxL, lse_BxL), positions
-    )
-    return dh_BxLxD, (dw_VxD * d_total).astype(w_VxD.dtype), None
+    dh_BxLxD, dw_VxD, like = residuals
+    with jax.named_scope("head_and_loss"):
+        return (dh_BxLxD * d_total).astype(like.dtype), dw_VxD * d_total, None
 
 
 _nll_sum.defvjp(_forward, _backward)
+
+
+def _nll(logits_BxCxV, target_BxC):
+    """Negative log-likelihood of each position, 0 where it is not scored, and the log-sum-exp of its logits."""
+    lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    # A masked sum, not a gather: XLA fuses it with the pass that reads the logits for the log-sum-exp.
+    correct_BxC = jnp.sum(jnp.where(_is_target(target_BxC, logits_BxCxV), logits_BxCxV, 0.0), axis=-1)
+    nll_BxC = jnp.where(_outside(target_BxC, logits_BxCxV), jnp.nan, lse_BxC - correct_BxC)
+    return jnp.where(target_BxC == UNSCORED, 0.0, nll_BxC), lse_BxC
 
 
 def _over_chunks(one_chunk, carry, arrays_BxL, positions):
@@ -116,8 +131,8 @@ def _is_target(target_BxC, logits_BxCxV):
     return target_BxC[..., None] == jnp.arange(logits_BxCxV.shape[-1], dtype=target_BxC.dtype)
 
 
-def _outside(target_BxC, w_VxD):
-    return (target_BxC < UNSCORED) | (target_BxC >= w_VxD.shape[0])
+def _outside(target_BxC, logits_BxCxV):
+    return (target_BxC < UNSCORED) | (target_BxC >= logits_BxCxV.shape[-1])
 
 
 def _dot(equation, x, y):

@@ -16,8 +16,9 @@ from flax import nnx
 
 from moejax.checkpoint import named_leaves
 from moejax.config import Config
-from moejax.mesh import named_sharding
-from moejax.nn.moe import RouterBias
+from moejax.mesh import logical_to_spec, named_sharding
+from moejax.nn.moe import ExpertParam, RouterBias
+from moejax.ops.spec import Mesh
 from moejax.training.optimizer import make_optimizer
 
 
@@ -52,6 +53,25 @@ class Skeleton:
     def merge(self, params: Any, router_bias: Any) -> Any:
         """The model with these arrays (nested dicts, as in `TrainState`)."""
         return nnx.merge(self.graphdef, _fill(self.params, params), _fill(self.router_bias, router_bias))
+
+    def partition(self, params: Any) -> tuple[Any, Any]:
+        """(masters of routed experts, everything else): trees like `params`, with None where a leaf is in the other one."""
+        is_expert = _by_name(self.params, lambda variable: isinstance(variable, ExpertParam))
+        experts = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, is_expert, params)
+        return experts, jax.tree.map(lambda chosen, leaf: None if chosen else leaf, is_expert, params)
+
+    def join(self, experts: Any, rest: Any) -> Any:
+        """The inverse of `partition`."""
+        return jax.tree.map(lambda a, b: b if a is None else a, experts, rest, is_leaf=lambda leaf: leaf is None)
+
+    def specs(self, mesh: Mesh) -> Any:
+        """`PartitionSpec` of every parameter on a mesh, from the logical names of its axes; a tree like `params`."""
+
+        def spec(variable):
+            axes = _logical_axes(variable)
+            return jax.P() if axes is None else logical_to_spec(axes, str(axes), variable.shape, mesh)
+
+        return _by_name(self.params, spec)
 
 
 def model_class(module: str) -> type:
@@ -125,8 +145,7 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> Tra
         return abstract
     model = nnx.eval_shape(lambda: _build(config, jax.random.key(0)))
     logical = {
-        ".".join(map(str, path)): getattr(variable, "logical_axes", None)
-        for path, variable in nnx.to_flat_state(nnx.state(model))
+        ".".join(map(str, path)): _logical_axes(variable) for path, variable in nnx.to_flat_state(nnx.state(model))
     }
 
     def placed(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -175,6 +194,22 @@ def parameter_counts(params: Any, config: Config) -> tuple[int, int]:
 
 def _build(config: Config, key: jax.Array) -> Any:
     return model_class(config.model.module)(config, rngs=nnx.Rngs(key))
+
+
+def _logical_axes(variable: nnx.Variable) -> tuple[str | None, ...] | None:
+    """None: a variable of a stock module, replicated on every mesh."""
+    return getattr(variable, "logical_axes", None)
+
+
+def _by_name(state: nnx.State, of: Callable[[Any], Any]) -> Any:
+    """`of(variable)` for every variable, in a nested dict by name."""
+    tree: dict = {}
+    for path, variable in nnx.to_flat_state(state):
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = of(variable)
+    return tree
 
 
 def _fill(template: nnx.State, values: Any) -> nnx.State:
