@@ -80,7 +80,8 @@ def train(run: RunFolder, config: Config, watchdog: Watchdog) -> int:
     example = split_batch(next(train_iterator(dataset, config, rows)), config.training.micro_batches)
     example = place_batch(example, mesh, config.training.global_batch // config.training.micro_batches)
     step, products = compile_step(make_step(skeleton, config), state, example)
-    print("expert products in the step:", ", ".join(f"{count} {precision}" for precision, count in products.items()))
+    counts = ", ".join(f"{count} {precision}" for precision, count in products.items())
+    print(f"expert products in the step: {counts} (two forward and four backward in each MoE layer)")
 
     log = MetricLog(run.path, finished=finished or 0, tensorboard=config.log.tensorboard, writes=run.writes)
     if log.missing > 0:

@@ -71,6 +71,7 @@ def test_record_of_a_step_has_load_entropy_and_drops_per_layer():
     record = step_record(3, metrics, 0.25, with_load=True)
     count = metrics["count_NxE"]
     np.testing.assert_allclose(record["expert_load_max"], count.max(1) / count.mean(1), atol=1e-4)
+    np.testing.assert_allclose(record["expert_rows_mean"], count.mean(1), atol=1e-4)
     np.testing.assert_allclose(record["expert_load"], count / count.mean(1, keepdims=True), atol=1e-3)
     assert record["router_entropy"] == [1.25, 1.25] and record["dropped_fraction"] == [0.0, 0.125]
     assert record["tokens_per_second"] == 2560.0

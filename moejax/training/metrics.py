@@ -108,6 +108,9 @@ class MetricLog:
 def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, with_load: bool) -> dict[str, Any]:
     """The JSON record of one step from the step's (fetched) metrics.
 
+    A load is a multiple of the layer's mean: `expert_load_max` is that of the busiest expert of each layer, 1 at balance. The mean
+    itself, in rows per expert, is `expert_rows_mean`.
+
     Args:
       step: its number, from 1.
       seconds: wall time of the step.
@@ -129,7 +132,7 @@ def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, wi
         load_NxE = count_NxE / np.maximum(count_NxE.mean(axis=1, keepdims=True), 1e-9)
         record |= {
             "expert_load_max": [round(float(x), 4) for x in load_NxE.max(axis=1)],
-            "expert_load_mean": [round(float(x), 4) for x in count_NxE.mean(axis=1)],
+            "expert_rows_mean": [round(float(x), 4) for x in count_NxE.mean(axis=1)],
             "router_entropy": [round(float(x), 5) for x in metrics["entropy_N"]],
             "dropped_fraction": [round(float(x), 6) for x in metrics["dropped_N"]],
             "moved_bytes": float(np.sum(metrics["moved_bytes_N"], dtype=np.float64)),
