@@ -1,0 +1,502 @@
+// Scheduler, shared memory, barriers, copies and work stealing of the machine; tensor memory and products are in sm100_tensor.cc.
+#include "sm100_machine.h"
+
+#include <ucontext.h>
+
+#include <cstring>
+
+#include "sm100_state.h"
+
+namespace moe::machine {
+
+State* state = nullptr;
+
+namespace {
+
+constexpr size_t kStackBytes = 128 * 1024;
+
+std::vector<std::unique_ptr<char[]>>& stacks() {  // kept between runs: their pages are then already there
+  static std::vector<std::unique_ptr<char[]>> all;
+  return all;
+}
+
+bool any_progress() {  // one asynchronous step; the seed picks the unit
+  State& s = *state;
+  const uint32_t first = s.random() % 4;
+  for (uint32_t i = 0; i < 4; ++i) {
+    switch ((first + i) % 4) {
+      case 0:
+        if (!s.copies.empty()) {
+          const size_t at = s.random() % s.copies.size();
+          auto action = std::move(s.copies[at]);
+          s.copies.erase(s.copies.begin() + static_cast<long>(at));
+          action();
+          return true;
+        }
+        break;
+      case 1:
+        for (auto& queue : s.tensor) {
+          if (!queue.empty()) {
+            auto action = std::move(queue.front());
+            queue.pop_front();
+            action();
+            return true;
+          }
+        }
+        break;
+      case 2:
+        for (Worker& worker : s.workers) {
+          if (!worker.stores.empty()) {
+            for (auto& action : worker.stores.front()) action();
+            worker.stores.pop_front();
+            return true;
+          }
+        }
+        break;
+      default:
+        if (!s.steals.empty()) {
+          auto action = std::move(s.steals.front());
+          s.steals.erase(s.steals.begin());
+          action();
+          return true;
+        }
+    }
+  }
+  return false;
+}
+
+void deadlock() {
+  std::map<std::string, int> reasons;
+  for (Worker& worker : state->workers) {
+    if (!worker.finished) ++reasons[worker.waiting_for];
+  }
+  std::string message = "deadlock:";
+  for (auto& [reason, count] : reasons) message += " " + std::to_string(count) + " threads wait for " + reason + ";";
+  state->self = -1;
+  fail(message);
+}
+
+// From the scheduler's own stack: runs fibers until all have finished.
+void schedule() {
+  State& s = *state;
+  while (s.error.empty()) {
+    if (s.mode == 2) {
+      while (any_progress()) {
+      }
+    } else if (s.mode == 1 && s.random() % 4 == 0) {
+      any_progress();
+    }
+    if (s.ready.empty()) {
+      if (any_progress()) continue;
+      if (s.finished == static_cast<int>(s.workers.size())) return;
+      deadlock();
+      return;
+    }
+    const size_t i = s.random() % s.ready.size();
+    const int next = s.ready[i];
+    s.ready[i] = s.ready.back();
+    s.ready.pop_back();
+    s.self = next;
+    swapcontext(&s.scheduler, &s.workers[next].context);
+    s.self = -1;
+  }
+}
+
+void enter() {
+  State& s = *state;
+  (*s.body)();
+  Worker& me = s.workers[s.self];
+  if (!me.uncommitted.empty()) fail("a bulk store was never committed");
+  if (!me.loads.empty()) fail("a tensor-memory load was never waited for");
+  me.finished = true;
+  ++s.finished;
+  --s.live[block()];
+  swapcontext(&me.context, &s.scheduler);
+}
+
+void check_end() {
+  State& s = *state;
+  for (auto& [at, bar] : s.barriers) {
+    if (bar.bytes != 0) {
+      fail("the barrier at " + std::to_string(at.second) + " of block " + std::to_string(at.first) + " ends with " +
+           std::to_string(bar.bytes) + " bytes " + (bar.bytes > 0 ? "missing" : "too many"));
+    }
+  }
+  for (int b = 0; b < s.launch.blocks; ++b) {
+    for (int c = 0; c < 512; ++c) {
+      if (s.tmem[b].owner[c] != 0) fail("tensor memory of block " + std::to_string(b) + " was never deallocated");
+    }
+    for (Chunk& chunk : s.memory[b].chunks) {
+      if (chunk.readers != 0) fail("shared memory is still being read when the kernel ends");
+    }
+  }
+}
+
+// One cluster, on its own state.
+std::string run_cluster(const Launch& launch, uint32_t index, std::deque<uint32_t>& waiting, std::mt19937& random,
+                        const std::function<void()>& body) {
+  State s;
+  state = &s;
+  s.launch = launch;
+  s.cluster = index;
+  s.waiting = &waiting;
+  s.random.seed(random());
+  s.mode = static_cast<int>(launch.seed % 3);
+  s.body = &body;
+  const int count = launch.blocks * launch.threads;
+  s.workers.resize(count);
+  for (int b = 0; b < launch.blocks; ++b) {
+    s.memory[b].bytes.assign(launch.shared_bytes, 0xFF);
+    s.memory[b].chunks.assign((launch.shared_bytes + 15) / 16, Chunk{});
+    s.live[b] = launch.threads;
+    s.tmem[b].cells.assign(128 * 512, Cell{});
+  }
+  while (static_cast<int>(stacks().size()) < count) stacks().emplace_back(new char[kStackBytes]);
+  for (int i = 0; i < count; ++i) {
+    ucontext_t& context = s.workers[i].context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks()[i].get();
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
+    s.ready.push_back(i);
+  }
+  try {
+    schedule();
+    if (s.error.empty()) check_end();
+  } catch (const Stopped&) {  // from a unit, outside any fiber: the message is in s.error
+  }
+  waiting.insert(waiting.end(), s.elsewhere.begin(), s.elsewhere.end());
+  state = nullptr;
+  return s.error;
+}
+
+Barrier& barrier_at(int b, uint32_t address) {
+  auto found = state->barriers.find({b, address});
+  if (found == state->barriers.end()) fail("the barrier at " + std::to_string(address) + " was never initialised");
+  return found->second;
+}
+
+void settle(Barrier& bar) {
+  if (bar.pending == 0 && bar.bytes == 0) {
+    bar.pending = bar.arrivals;
+    ++bar.phase;
+    wake(bar.waiting);
+  }
+}
+
+// What the threads of this warp must have done before one of them tells others.
+void check_before_sync(const char* what) {
+  State& s = *state;
+  const int first = s.self / 32 * 32;
+  for (int i = first; i < first + 32; ++i) {
+    if (s.workers[i].needs_before) {
+      fail(std::string(what) + " after tensor-memory accesses without tcgen05.fence::before_thread_sync");
+    }
+  }
+}
+
+void finish_alloc() {
+  State& s = *state;
+  const int first = s.self / 32 * 32;
+  for (int i = first; i < first + 32; ++i) {
+    if (s.workers[i].alloc_chunk >= 0) s.memory[block()].chunks[s.workers[i].alloc_chunk].state = kReady;
+    s.workers[i].alloc_chunk = -1;
+  }
+}
+
+// Every 16 bytes of a box: offset in (swizzled) shared memory, and where they lie, or null outside the tensor.
+template <class F>
+void for_chunks(const Map& map, const int (&at)[4], F f) {
+  const int per_chunk = 16 / map.element_bytes, chunks = map.box_inner / per_chunk;
+  for (int row = 0; row < map.box_outer; ++row) {
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t index[4] = {at[0] + chunk * per_chunk, at[1] + row, at[2], at[3]};
+      bool inside = true;
+      for (int d = 0; d < 4; ++d) inside = inside && index[d] >= 0 && index[d] < map.dims[d];
+      const int64_t element = ((index[3] * map.dims[2] + index[2]) * map.dims[1] + index[1]) * map.dims[0] + index[0];
+      const uint32_t linear = static_cast<uint32_t>(row * chunks + chunk) * 16;
+      f(map.swizzle ? linear ^ ((linear >> 7 & 7) << 4) : linear, inside ? map.data + element * map.element_bytes : nullptr);
+    }
+  }
+}
+
+uint32_t box_bytes(const Map& map) { return static_cast<uint32_t>(map.box_inner * map.box_outer * map.element_bytes); }
+
+void check_box(const Map& map, uint32_t address) {
+  if (map.swizzle && map.box_inner * map.element_bytes != 128) fail("a swizzled box must be 128 bytes wide");
+  if (address % (map.swizzle ? 1024 : 128) != 0) fail("a box must start at a multiple of 1024 bytes (128 without swizzle)");
+  if (map.dims[0] * map.element_bytes % 16 != 0) fail("rows of a tensor map must be a multiple of 16 bytes");
+}
+
+}  // namespace
+
+void fail(const std::string& what) {
+  State& s = *state;
+  if (s.error.empty()) {
+    s.error = what;
+    if (s.self >= 0) s.error += " (block " + std::to_string(block()) + ", thread " + std::to_string(thread()) + ")";
+  }
+  if (s.self >= 0) setcontext(&s.scheduler);  // this fiber is abandoned, and with it the run
+  throw Stopped{};
+}
+
+int block() { return state->self / state->launch.threads; }
+int thread() { return state->self % state->launch.threads; }
+int blocks() { return state->launch.blocks; }
+uint32_t cluster_index() { return state->cluster; }
+uint32_t num_clusters() { return static_cast<uint32_t>(state->launch.clusters); }
+
+void wake(std::vector<int>& waiting) {
+  state->ready.insert(state->ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+}
+
+void sleep(const std::string& reason) {
+  Worker& me = state->workers[state->self];
+  me.waiting_for = reason;
+  swapcontext(&me.context, &state->scheduler);
+  me.waiting_for.clear();
+}
+
+void yield() {
+  State& s = *state;
+  if (s.random() % 4 != 0) return;
+  s.ready.push_back(s.self);
+  sleep("its turn");
+}
+
+void meet(int group, int member, int members, const char* name, uint64_t argument, void* data,
+          const std::function<void(void**)>& combine) {
+  Meeting& meeting = state->meetings[{block(), group}];
+  if (meeting.arrived == 0) {
+    meeting.name = name;
+    meeting.argument = argument;
+    meeting.data.assign(members, nullptr);
+  } else if (std::strcmp(meeting.name, name) != 0 || meeting.argument != argument) {
+    fail(std::string("lanes disagree: ") + meeting.name + " and " + name + ", or their arguments");
+  }
+  meeting.data[member] = data;
+  if (++meeting.arrived == members) {
+    if (combine) combine(meeting.data.data());
+    meeting.arrived = 0;
+    wake(meeting.waiting);
+    return;
+  }
+  meeting.waiting.push_back(state->self);
+  sleep(std::string("the other lanes of ") + name);
+}
+
+Chunk& chunk_at(int b, uint32_t address, uint32_t bytes) {
+  Memory& memory = state->memory[b];
+  if (address < kSharedBase || address + bytes > kSharedBase + memory.bytes.size()) {
+    fail("shared address " + std::to_string(address) + ", " + std::to_string(bytes) + " bytes, is out of bounds");
+  }
+  return memory.chunks[(address - kSharedBase) / 16];
+}
+uint8_t* bytes_at(int b, uint32_t address) { return state->memory[b].bytes.data() + (address - kSharedBase); }
+
+void begin_async_read(int b, uint32_t address) {
+  Chunk& chunk = chunk_at(b, address, 16);
+  if (chunk.state == kUnwritten) fail("an asynchronous unit reads shared memory at " + std::to_string(address) + ", which was never written");
+  if (chunk.state == kInFlight) fail("an asynchronous unit reads shared memory at " + std::to_string(address) + " while a copy is filling it");
+  if (chunk.writer >= 0) {
+    fail("an asynchronous unit reads shared memory at " + std::to_string(address) + ", written by ordinary stores without a proxy fence");
+  }
+  ++chunk.readers;
+}
+void end_async_read(int b, uint32_t address) { --chunk_at(b, address, 16).readers; }
+
+void begin_async_write(int b, uint32_t address) {
+  Chunk& chunk = chunk_at(b, address, 16);
+  if (chunk.readers > 0) fail("shared memory at " + std::to_string(address) + " is overwritten while a unit still reads it");
+  if (chunk.state == kInFlight) fail("two copies fill shared memory at " + std::to_string(address) + " at once");
+  chunk.state = kInFlight;
+  chunk.writer = -1;
+  std::memset(bytes_at(b, address), 0xFF, 16);
+}
+
+void write_shared(uint32_t address, const void* from, uint32_t bytes) {
+  for (uint32_t at = address / 16 * 16; at < address + bytes; at += 16) {
+    Chunk& chunk = chunk_at(block(), at, 16);
+    if (chunk.readers > 0) fail("shared memory at " + std::to_string(at) + " is overwritten while a unit still reads it");
+    if (chunk.state == kInFlight) fail("shared memory at " + std::to_string(at) + " is written while a copy is filling it");
+    chunk.state = kReady;
+    chunk.writer = state->self;
+    state->workers[state->self].written.push_back(static_cast<int>((at - kSharedBase) / 16));
+  }
+  std::memcpy(bytes_at(block(), address), from, bytes);
+}
+
+void read_shared(uint32_t address, void* to, uint32_t bytes) {
+  for (uint32_t at = address / 16 * 16; at < address + bytes; at += 16) {
+    const Chunk& chunk = chunk_at(block(), at, 16);
+    if (chunk.state != kReady) {
+      fail("shared memory at " + std::to_string(at) + " is read " + (chunk.state == kUnwritten ? "and was never written" : "while it is being filled"));
+    }
+  }
+  std::memcpy(to, bytes_at(block(), address), bytes);
+}
+
+void fence_async() {
+  Worker& me = state->workers[state->self];
+  for (int i : me.written) {
+    Chunk& chunk = state->memory[block()].chunks[i];
+    if (chunk.writer == state->self) chunk.writer = -1;
+  }
+  me.written.clear();
+}
+
+void barrier_init(uint32_t address, uint32_t arrivals) {
+  chunk_at(block(), address, 8);
+  Barrier& bar = state->barriers[{block(), address}];
+  bar = {};
+  bar.arrivals = bar.pending = arrivals;
+}
+
+void arrive(int b, uint32_t address, int64_t expect_bytes) {
+  if (state->live[b] == 0) fail("a signal to block " + std::to_string(b) + ", which has exited");
+  Barrier& bar = barrier_at(b, address);
+  bar.bytes += expect_bytes;
+  if (--bar.pending < 0) fail("too many arrivals on the barrier at " + std::to_string(address));
+  settle(bar);
+}
+
+void barrier_arrive(int b, uint32_t address, int64_t expect_bytes) {
+  check_before_sync("an arrival");
+  finish_alloc();
+  arrive(b, address, expect_bytes);
+  yield();
+}
+
+void barrier_complete(int b, uint32_t address, int64_t bytes) {
+  Barrier& bar = barrier_at(b, address);
+  bar.bytes -= bytes;
+  settle(bar);
+}
+
+void barrier_wait(uint32_t address, uint32_t parity) {
+  Barrier& bar = barrier_at(block(), address);
+  while ((bar.phase & 1) == parity) {
+    bar.waiting.push_back(state->self);
+    sleep("the barrier at " + std::to_string(address) + " of block " + std::to_string(block()));
+  }
+  state->workers[state->self].needs_after = true;
+}
+
+void cluster_sync() {
+  State& s = *state;
+  check_before_sync("a cluster barrier");
+  finish_alloc();
+  s.at_cluster.push_back(s.self);
+  if (s.at_cluster.size() == s.workers.size()) {
+    s.at_cluster.pop_back();
+    for (int b = 0; b < s.launch.blocks; ++b) s.tmem[b].synchronised = s.tmem[b].allocated;
+    wake(s.at_cluster);
+  } else {
+    sleep("the cluster");
+  }
+  s.workers[s.self].needs_after = true;
+}
+
+void load_box(const Map& map, int bar_block, uint32_t bar, uint32_t dst, const int (&at)[4]) {
+  check_box(map, dst);
+  const int b = block();
+  const int c[4] = {at[0], at[1], at[2], at[3]};
+  for_chunks(map, c, [&](uint32_t offset, uint8_t*) { begin_async_write(b, dst + offset); });
+  const Map* source = &map;
+  state->copies.push_back([=] {
+    const int where[4] = {c[0], c[1], c[2], c[3]};
+    for_chunks(*source, where, [&](uint32_t offset, uint8_t* global) {
+      chunk_at(b, dst + offset, 16).state = kReady;
+      if (global != nullptr) {
+        std::memcpy(bytes_at(b, dst + offset), global, 16);
+      } else {
+        std::memset(bytes_at(b, dst + offset), 0, 16);
+      }
+    });
+    barrier_complete(bar_block, bar, box_bytes(*source));
+  });
+  yield();
+}
+
+void store_box(const Map& map, uint32_t src, const int (&at)[4]) {
+  check_box(map, src);
+  const int b = block();
+  const int c[4] = {at[0], at[1], at[2], at[3]};
+  for_chunks(map, c, [&](uint32_t offset, uint8_t*) { begin_async_read(b, src + offset); });
+  const Map* target = &map;
+  state->workers[state->self].uncommitted.push_back([=] {
+    const int where[4] = {c[0], c[1], c[2], c[3]};
+    for_chunks(*target, where, [&](uint32_t offset, uint8_t* global) {
+      if (global != nullptr) std::memcpy(global, bytes_at(b, src + offset), 16);
+      end_async_read(b, src + offset);
+    });
+  });
+}
+
+void store_commit() {
+  Worker& me = state->workers[state->self];
+  me.stores.emplace_back(me.uncommitted.begin(), me.uncommitted.end());
+  me.uncommitted.clear();
+}
+
+void store_wait(int pending) {
+  Worker& me = state->workers[state->self];
+  while (static_cast<int>(me.stores.size()) > pending) {
+    for (auto& action : me.stores.front()) action();
+    me.stores.pop_front();
+  }
+}
+
+void steal(uint32_t response, uint32_t bar) {
+  State& s = *state;
+  if (s.refused) fail("work was asked for after a request had been refused");
+  if (response % 16 != 0) fail("a work-stealing response must be aligned to 16 bytes");
+  for (int b = 0; b < s.launch.blocks; ++b) begin_async_write(b, response);
+  s.steals.push_back([response, bar] {
+    State& now = *state;
+    uint32_t words[4] = {0, 0, 0, 0};
+    // Another SM may start a cluster first; and a request may be refused although some wait: they run later then.
+    while (now.waiting->size() > 1 && now.random() % 8 == 0) {
+      now.elsewhere.push_back(now.waiting->front());
+      now.waiting->pop_front();
+    }
+    if (!now.waiting->empty() && now.random() % 16 != 0) {
+      words[0] = 1;
+      words[1] = now.waiting->front() * static_cast<uint32_t>(now.launch.blocks);
+      now.waiting->pop_front();
+    } else {
+      now.refused = true;
+    }
+    for (int b = 0; b < now.launch.blocks; ++b) {
+      chunk_at(b, response, 16).state = kReady;
+      std::memcpy(bytes_at(b, response), words, 16);
+      barrier_complete(b, bar, 16);
+    }
+  });
+  yield();
+}
+
+bool stolen(uint32_t response, uint32_t* first_block) {
+  uint32_t words[4];
+  read_shared(response, words, 16);
+  *first_block = words[1];
+  return words[0] == 1;
+}
+
+std::string run(const Launch& launch, const std::function<void()>& body) {
+  std::mt19937 random(launch.seed);
+  std::deque<uint32_t> waiting;
+  for (int i = 0; i < launch.clusters; ++i) waiting.push_back(static_cast<uint32_t>(i));
+  while (!waiting.empty()) {
+    const uint32_t index = waiting.front();
+    waiting.pop_front();
+    std::deque<uint32_t> none;
+    const std::string error = run_cluster(launch, index, launch.stealing ? waiting : none, random, body);
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+}  // namespace moe::machine

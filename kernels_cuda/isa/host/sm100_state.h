@@ -1,0 +1,119 @@
+// What the two files of the machine share: its state. Not for anybody else.
+#pragma once
+
+#include <ucontext.h>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "sm100_machine.h"
+
+namespace moe::machine {
+
+constexpr uint32_t kSharedBase = 1024;  // where shared memory starts in a block's 32-bit window
+
+struct Stopped {};  // thrown by fail() outside a fiber
+
+enum : uint8_t { kUnwritten, kInFlight, kReady };
+
+struct Chunk {  // 16 bytes of shared memory
+  uint8_t state = kUnwritten;
+  int writer = -1;  // thread whose ordinary stores have not been fenced
+  int readers = 0;  // asynchronous reads under way
+};
+struct Memory {
+  std::vector<uint8_t> bytes;
+  std::vector<Chunk> chunks;
+};
+
+struct Cell {  // 32 bits of tensor memory
+  uint32_t value = 0x7FC0DEADu;
+  bool written = false;
+  int writers = 0;  // products under way
+  int readers = 0;  // loads under way
+};
+struct Tmem {
+  std::vector<Cell> cells;      // lane * 512 + column
+  int owner[512] = {};          // allocation that holds a column, 0: none
+  int allocations = 0;
+  bool allocated = false;       // this block has allocated at least once
+  bool synchronised = false;    // ... and a cluster barrier has passed since
+  bool relinquished = false;
+};
+
+struct Load {
+  uint32_t address;
+  uint32_t* to;
+  int columns;
+};
+
+struct Worker {
+  ucontext_t context;
+  bool finished = false;
+  std::string waiting_for = "its turn";
+  std::vector<int> written;  // chunks written by ordinary stores since the last fence
+  std::deque<std::function<void()>> uncommitted;
+  std::deque<std::vector<std::function<void()>>> stores;
+  std::vector<Load> loads;
+  bool needs_after = false;   // a wait has returned and no after_thread_sync fence since
+  bool needs_before = false;  // tensor memory was read and no before_thread_sync fence since
+  int alloc_chunk = -1;       // where an allocation's result is visible after the next barrier
+};
+
+struct Meeting {
+  int arrived = 0;
+  const char* name = nullptr;
+  uint64_t argument = 0;
+  std::vector<void*> data;
+  std::vector<int> waiting;
+};
+
+struct Barrier {
+  int64_t arrivals = 0, pending = 0, bytes = 0;
+  uint32_t phase = 0;
+  std::vector<int> waiting;
+};
+
+struct State {
+  Launch launch;
+  uint32_t cluster = 0;
+  int mode = 0;
+  std::mt19937 random;
+  const std::function<void()>* body = nullptr;
+  ucontext_t scheduler;
+  std::vector<Worker> workers;
+  std::vector<int> ready;
+  int self = -1;
+  int finished = 0;
+  int live[2] = {0, 0};
+  std::string error;
+  Memory memory[2];
+  Tmem tmem[2];
+  std::map<std::pair<int, int>, Meeting> meetings;
+  std::map<std::pair<int, uint32_t>, Barrier> barriers;
+  std::vector<int> at_cluster;
+  std::vector<std::function<void()>> copies;
+  std::deque<std::function<void()>> tensor[2];  // by issuing block
+  std::vector<std::function<void()>> steals;
+  std::deque<uint32_t>* waiting = nullptr;  // clusters of the grid that nobody has started
+  std::deque<uint32_t> elsewhere;
+  bool refused = false;
+};
+
+extern State* state;
+
+void sleep(const std::string& reason);
+void wake(std::vector<int>& waiting);
+Chunk& chunk_at(int block, uint32_t address, uint32_t bytes);
+uint8_t* bytes_at(int block, uint32_t address);
+void begin_async_read(int block, uint32_t address);
+void end_async_read(int block, uint32_t address);
+void begin_async_write(int block, uint32_t address);
+void arrive(int block, uint32_t address, int64_t expect_bytes);  // by a unit, or after a thread's checks
+
+}  // namespace moe::machine

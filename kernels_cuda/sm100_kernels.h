@@ -1,0 +1,23 @@
+// Host side of the Blackwell GEMMs: which tile programs are compiled, and their launch. See sm100_kernels.cu. Untested on hardware.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "sm100_config.h"
+
+namespace moe {
+
+// A compiled tile program of a kind: one block of 128 x 128, or a pair of 256 x 256. All take work by Cluster Launch Control.
+struct Sm100Tile {
+  int blocks;  // 1 or 2
+  bool mx;     // MXFP8, else BF16
+};
+MOE_HOST_FN constexpr int sm100_tile_m(Sm100Tile tile) { return 128 * tile.blocks; }
+MOE_HOST_FN constexpr int sm100_tile_n(Sm100Tile tile) { return 128 * tile.blocks; }
+
+// Launches a cluster per task of the list's capacity `max_tasks` (clusters beyond *batch.num_tasks have no work and are drained).
+// Returns the first CUDA error.
+cudaError_t launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream);
+
+}  // namespace moe

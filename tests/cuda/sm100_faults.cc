@@ -1,0 +1,284 @@
+// Seeds faults into the Blackwell tile programs, one at a time, at the border between program and instruction layer, and demands that the
+// host machine or the comparison with plain loops catches each. Every fault names what must be said: a piece of the machine's message,
+// or "" where wrong numbers are all there is. Usage: sm100_faults [NAME].
+#include <functional>
+
+#include "sm100_case.h"
+
+namespace {
+
+using namespace sm100_test;
+
+// What is broken now. Every member below is the correct operation unless its fault is on.
+const char* fault = "";
+bool on(const char* name) { return std::strcmp(fault, name) == 0; }
+
+template <class Config>
+struct Faulty : HostSm100 {
+  static uint32_t barrier_of(uint32_t bar) { return (bar - 1024 - Config::kBarrierOffset) / 8; }
+  static bool is_full(uint32_t bar) { return barrier_of(bar) < Config::kStages; }
+  static bool is_empty(uint32_t bar) { return !is_full(bar) && barrier_of(bar) < 2 * Config::kStages; }
+  static bool is_acc_full(uint32_t bar) { return barrier_of(bar) - 2 * Config::kStages < 2u; }
+  static bool is_acc_empty(uint32_t bar) { return barrier_of(bar) - 2 * Config::kStages - 2 < 2u; }
+  static bool is_clc_empty(uint32_t bar) { return barrier_of(bar) >= 2 * Config::kStages + 4 + Config::kClcSlots; }
+  static bool is_clc_full(uint32_t bar) { return barrier_of(bar) >= 2 * Config::kStages + 4 && !is_clc_empty(bar); }
+
+  static uint32_t broken_parity(uint32_t bar, uint32_t parity) {
+    const bool flip = (on("wrong phase: full") && is_full(bar)) || (on("wrong phase: empty") && is_empty(bar)) ||
+                      (on("wrong phase: accumulators full") && is_acc_full(bar)) ||
+                      (on("wrong phase: accumulators empty") && is_acc_empty(bar)) || (on("wrong phase: answer") && is_clc_full(bar));
+    return flip ? parity ^ 1 : parity;
+  }
+  static bool skips(uint32_t bar) {
+    return (on("stage filled without waiting") && is_empty(bar)) || (on("accumulators overwritten without waiting") && is_acc_empty(bar)) ||
+           (on("answer overwritten without waiting") && is_clc_empty(bar)) || (on("products before their operands") && is_full(bar)) ||
+           (on("accumulators read before they are complete") && is_acc_full(bar));
+  }
+  static void barrier_wait(uint32_t bar, uint32_t parity) {
+    if (!skips(bar)) HostSm100::barrier_wait(bar, broken_parity(bar, parity));
+  }
+  template <int kBlocks>
+  static void wait_cluster(uint32_t bar, uint32_t parity) {
+    barrier_wait(bar, parity);
+  }
+  static void barrier_init(uint32_t bar, uint32_t arrivals) {
+    if (on("arrival count too small") && is_acc_empty(bar)) arrivals = 1;
+    if (on("arrival count too large") && is_acc_empty(bar)) arrivals += 1;
+    HostSm100::barrier_init(bar, arrivals);
+  }
+  static void barrier_expect_bytes(uint32_t bar, uint32_t bytes) {
+    if (is_full(bar)) {
+      if (on("too few bytes expected")) bytes -= 512;
+      if (on("too many bytes expected")) bytes += 512;
+      if (on("peer's scales not waited for")) bytes -= 3 * 512;
+    }
+    HostSm100::barrier_expect_bytes(bar, bytes);
+  }
+  template <int kBlocks>
+  static void arrive_leader(uint32_t bar) {
+    HostSm100::arrive_leader<kBlocks>(bar);
+    if (on("a warp arrives more than once") && is_acc_empty(bar)) HostSm100::arrive_leader<kBlocks>(bar);
+  }
+  template <int kBlocks>
+  static void load_box(const Map* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
+    int block = 0;
+    if (on("load into the next stage") && map->swizzle) dst += dst + Config::kStageBytes < 1024 + Config::kSlotOffset ? Config::kStageBytes : 0;
+    if (on("load from the next block of K") && map->swizzle) c0 += map->box_inner;
+    if (on("scales of the next block of K") && !map->swizzle) c1 += 1;
+    if (on("peer's scales not waited for") && !map->swizzle && machine::block() == 1) block = 1;
+    if (on("operands without swizzle") && map->swizzle) {
+      static std::vector<std::unique_ptr<Map>> plain;  // outlives the copy
+      plain.emplace_back(new Map(*map));
+      plain.back()->swizzle = false;
+      map = plain.back().get();
+    }
+    machine::load_box(*map, block, bar, dst, {c0, c1, c2, c3});
+  }
+
+  template <int kBlocks>
+  static void copy_scales(uint32_t tmem, uint64_t descriptor) {
+    if (on("scale copy with a swizzle")) descriptor |= uint64_t{sm100::kSwizzle128} << 61;
+    if (on("scale copy with a wrong stride")) descriptor += uint64_t{8} << 32;
+    if (on("scales never copied")) return;
+    if (on("scales copied to the wrong column")) tmem += 4;
+    HostSm100::copy_scales<kBlocks>(tmem, descriptor);
+  }
+  template <int kBlocks>
+  static void mma_mx(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scale_a, uint32_t scale_b, bool accumulate) {
+    if (on("Hopper's layout code")) a = (a & ~(uint64_t{7} << 61)) | uint64_t{1} << 62 >> 1;
+    if (on("descriptor version missing")) b &= ~(uint64_t{1} << 46);
+    if (on("stride offset halved")) a = (a & ~(uint64_t{0x3FFF} << 32)) | uint64_t{32} << 32;
+    if (on("leading offset halved")) b = (b & ~(uint64_t{0x3FFF} << 16)) | uint64_t{512} << 16;
+    if (on("descriptor one row off")) a += 128 >> 4;
+    if (on("operands swapped")) std::swap(a, b);
+    if (on("step along K missing")) a -= (instruction >> 29 & 3) * sm100::operand_k_step(false, 1);
+    if (on("N halved")) instruction = (instruction & ~(63u << 17)) | (instruction >> 1 & 63u << 17 & ~1u);
+    if (on("M of the other block count")) instruction ^= 24u << 24;
+    if (on("major of A flipped")) instruction ^= 1u << 15;
+    if (on("operand format E5M2")) instruction |= 1u << 7;
+    if (on("scale format E4M3")) instruction &= ~(1u << 23);
+    if (on("scale id of A off by one")) instruction ^= 1u << 29;
+    if (on("scale id of B missing")) instruction &= ~(3u << 4);
+    if (on("A and B scales swapped")) std::swap(scale_a, scale_b);
+    if (on("B scales one column off")) scale_b += 1;
+    if (on("always accumulates")) accumulate = true;
+    if (on("never accumulates")) accumulate = false;
+    if (on("accumulators one column off")) d += 1;
+    HostSm100::mma_mx<kBlocks>(d, a, b, instruction, scale_a, scale_b, accumulate);
+  }
+  template <int kBlocks>
+  static void commit(uint32_t bar) {
+    if (on("commit to the next stage") && is_empty(bar)) bar = 1024 + Config::kBarrierOffset + 8 * (Config::kStages + (barrier_of(bar) + 1) % Config::kStages);
+    if (on("commit left out") && is_acc_full(bar)) return;
+    if (on("commit does not reach the peer")) return machine::commit(bar, 1);
+    HostSm100::commit<kBlocks>(bar);
+  }
+
+  static void fence_after_sync() {
+    if (!on("no fence after a wait")) HostSm100::fence_after_sync();
+  }
+  static void fence_before_sync() {
+    if (!on("no fence before an arrival")) HostSm100::fence_before_sync();
+  }
+  static void fence_async_shared() {
+    if (!on("no proxy fence before a bulk store")) HostSm100::fence_async_shared();
+  }
+  template <int kPending>
+  static void store_wait_read() {
+    if (!on("panel reused while it is being stored")) HostSm100::store_wait_read<kPending>();
+  }
+  static void store_commit() {
+    if (!on("bulk stores never committed")) HostSm100::store_commit();
+  }
+  static void tmem_load(uint32_t address, uint32_t (&r)[32]) {
+    if (on("another warp's lanes")) address ^= 32u << 16;
+    if (on("the other accumulators")) address ^= Config::kTileN;
+    HostSm100::tmem_load(address, r);
+  }
+  static void tmem_wait_load(uint32_t (&r)[32]) {
+    if (!on("loads not waited for")) HostSm100::tmem_wait_load(r);
+  }
+  template <int kBlocks>
+  static void tmem_alloc(uint32_t result, uint32_t columns) {
+    if (on("allocation of 48 columns")) columns = 48;
+    HostSm100::tmem_alloc<kBlocks>(result, columns);
+  }
+  template <int kBlocks>
+  static void tmem_dealloc(uint32_t address, uint32_t columns) {
+    if (on("never deallocated")) return;
+    if (on("half deallocated")) columns /= 2;
+    HostSm100::tmem_dealloc<kBlocks>(address, columns);
+    if (on("deallocated twice")) HostSm100::tmem_dealloc<kBlocks>(address, columns);
+  }
+  // The last cluster barrier: the second one a thread comes to.
+  template <int kBlocks>
+  static void everyone() {
+    static std::map<std::pair<int, int>, int> calls;
+    static std::string run_of;
+    if (run_of != fault) calls.clear(), run_of = fault;
+    const bool last = calls[{machine::block(), machine::thread()}]++ % 2 == 1;
+    if (on("no cluster barrier at the end") && last) return;
+    if (on("address used before the peer has allocated") && !last) return;
+    HostSm100::everyone<kBlocks>();
+  }
+  template <int kBlocks>
+  static void steal(uint32_t response, uint32_t bar) {
+    HostSm100::steal<kBlocks>(response, bar);
+  }
+  static bool stolen(uint32_t response, uint32_t& first_block) {
+    const bool granted = HostSm100::stolen(response, first_block);
+    if (on("first block taken for the cluster")) first_block *= 2;
+    return granted || (on("asks on after a refusal") && machine::thread() / 32 == 2);
+  }
+};
+
+using One = Sm100Config<1, 128, true, true>;
+using Pair = Sm100Config<2, 256, true, true>;
+using Wide = Sm100Config<1, 256, true, false>;
+enum Where { kOne, kPair, kWide };  // down with one block, with two; a weight gradient
+
+struct Fault {
+  const char* name;
+  Where where;
+  const char* said;  // part of the message; "" for wrong numbers
+};
+
+const Fault kFaults[] = {
+    {"wrong phase: full", kOne, ""},
+    {"wrong phase: empty", kOne, ""},
+    {"wrong phase: accumulators full", kOne, ""},
+    {"wrong phase: accumulators empty", kOne, ""},
+    {"wrong phase: answer", kPair, ""},
+    {"stage filled without waiting", kPair, "machine"},
+    {"accumulators overwritten without waiting", kPair, ""},
+    {"answer overwritten without waiting", kPair, ""},
+    {"products before their operands", kOne, "machine"},
+    {"accumulators read before they are complete", kOne, "tensor memory is read"},
+    {"arrival count too small", kOne, ""},
+    {"arrival count too large", kOne, "deadlock"},
+    {"too few bytes expected", kOne, "machine"},
+    {"too many bytes expected", kOne, "machine"},
+    {"peer's scales not waited for", kPair, "machine"},
+    {"a warp arrives more than once", kOne, ""},
+    {"load into the next stage", kOne, "machine"},
+    {"load from the next block of K", kOne, ""},
+    {"scales of the next block of K", kOne, ""},
+    {"operands without swizzle", kOne, ""},
+    {"scale copy with a swizzle", kOne, "no swizzle"},
+    {"scale copy with a wrong stride", kOne, ""},
+    {"scales never copied", kOne, "never copied"},
+    {"scales copied to the wrong column", kOne, ""},
+    {"Hopper's layout code", kOne, "128-byte swizzle"},
+    {"descriptor version missing", kOne, "version 1"},
+    {"stride offset halved", kOne, "1024 bytes apart"},
+    {"leading offset halved", kWide, ""},
+    {"descriptor one row off", kOne, ""},
+    {"operands swapped", kOne, ""},
+    {"step along K missing", kOne, ""},
+    {"N halved", kOne, ""},
+    {"M of the other block count", kOne, "does not exist"},
+    {"major of A flipped", kOne, ""},
+    {"operand format E5M2", kOne, "E5M2"},
+    {"scale format E4M3", kOne, "UE8M0"},
+    {"scale id of A off by one", kOne, ""},
+    {"scale id of B missing", kOne, ""},
+    {"A and B scales swapped", kOne, ""},
+    {"B scales one column off", kOne, ""},
+    {"always accumulates", kOne, "never written"},
+    {"never accumulates", kOne, ""},
+    {"accumulators one column off", kOne, ""},
+    {"commit to the next stage", kOne, "machine"},
+    {"commit left out", kOne, "deadlock"},
+    {"commit does not reach the peer", kPair, "deadlock"},
+    {"no fence after a wait", kOne, "fence::after"},
+    {"no fence before an arrival", kOne, "fence::before"},
+    {"no proxy fence before a bulk store", kOne, "proxy fence"},
+    {"panel reused while it is being stored", kWide, "still reads it"},
+    {"bulk stores never committed", kOne, "committed"},
+    {"another warp's lanes", kOne, "may read lanes"},
+    {"the other accumulators", kOne, "tensor memory is read"},
+    {"loads not waited for", kOne, "loads are under way"},
+    {"allocation of 48 columns", kOne, "power of two"},
+    {"never deallocated", kOne, "never deallocated"},
+    {"half deallocated", kOne, "were allocated"},
+    {"deallocated twice", kOne, "twice"},
+    {"no cluster barrier at the end", kPair, "machine"},
+    {"address used before the peer has allocated", kPair, "machine"},
+    {"asks on after a refusal", kPair, "refused"},
+    {"first block taken for the cluster", kPair, ""},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Shape shape = {{150, 0, 1, 40}, 160, 416};
+  Case<kDown, One> one(shape, Data::kIntegers);
+  Case<kDown, Pair> pair(shape, Data::kIntegers);
+  Case<kWgradDown, Wide> wide(shape, Data::kIntegers);
+  auto run = [&](Where where, uint32_t seed) {
+    return where == kOne ? one.run<Faulty<One>>(seed) : where == kPair ? pair.run<Faulty<Pair>>(seed) : wide.run<Faulty<Wide>>(seed);
+  };
+  int missed = 0, seeded = 0;
+  constexpr uint32_t kSeeds = 6;
+  for (Where where : {kOne, kPair, kWide}) {  // without a fault all is well, under the same schedules
+    for (uint32_t seed = 0; seed < kSeeds; ++seed) {
+      const std::string wrong = run(where, seed);
+      if (!wrong.empty()) {
+        std::printf("MISS without a fault, program %d, schedule %u: %s\n", where, seed, wrong.c_str());
+        return 1;
+      }
+    }
+  }
+  for (const Fault& f : kFaults) {
+    if (argc > 1 && std::strcmp(argv[1], f.name) != 0) continue;
+    fault = f.name;
+    ++seeded;
+    std::string caught;
+    for (uint32_t seed = 0; seed < kSeeds && (caught.empty() || caught.find(f.said) == std::string::npos); ++seed) caught = run(f.where, seed);
+    const bool good = !caught.empty() && caught.find(f.said) != std::string::npos;
+    std::printf("%s %s: %s\n", good ? "ok  " : "MISS", f.name, caught.empty() ? "not noticed" : caught.c_str());
+    missed += !good;
+  }
+  std::printf("%d faults, %d missed\n", seeded, missed);
+  return missed == 0 && seeded > 0 ? 0 : 1;
+}
