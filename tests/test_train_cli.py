@@ -89,20 +89,14 @@ def start_and_signal(folder, path, run_dir, when, number):
     return output, child.returncode
 
 
-def read_checkpoint(folder, step):
-    """What is in the newest checkpoint, which must be `step`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no abstract tree: this reads what is there, whatever it is
-        checkpoints = ocp.training.Checkpointer(folder)
-        assert checkpoints.latest.step == step
-        saved = checkpoints.load_checkpointables(step)
-        checkpoints.close()
-    return saved
-
-
 def outcome(folder, path, run_dir):
     """Bits of every leaf of the last checkpoint, and the loss of each step."""
-    saved = read_checkpoint(folder / run_dir / "checkpoints", STEPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no abstract tree: this reads what is there, whatever it is
+        checkpoints = ocp.training.Checkpointer(folder / run_dir / "checkpoints")
+        assert checkpoints.latest.step == STEPS
+        saved = checkpoints.load_checkpointables(STEPS)
+        checkpoints.close()
     records = list(read_records(folder / run_dir / "metrics.jsonl"))
     bits = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(saved["state"]).items()}
     losses = [(r["step"], r["loss"], r["grad_norm"], r["balance_loss"]) for r in records]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 _REGION = re.compile(r"\bmoe_experts(_grad)?\b")
 _NAME = re.compile(r"\bgemm\.(\w+)\.(\w+)")
-_KERNEL = re.compile(r"^moejax_.*moe_(?:forward|backward)$")
+_KERNEL = re.compile(r"^moejax_.*(?:moe|mx)_(?:forward|backward)$")
 _PRECISION = {"float8_e4m3fn": "mxfp8", "bfloat16": "bf16", "float32": "fp32"}
 _TRANSFORM = re.compile(r"\b\w+\(|\)")
 RECOMPUTE = "recompute"
@@ -131,7 +131,7 @@ def _inner(eqn, operands, scope, times, again, found) -> list[bool] | None:
     if name == "scan":
         if not _REGION.search(scope):
             times = times * params["length"]
-        consts, carry = _scan_sizes(params)
+        consts, carry = scan_sizes(params)
         body = _opened(params["jaxpr"])
         return _fixpoint(body, operands, consts, consts + carry, carry, scope, times, again, found)
     if name == "while":
@@ -188,6 +188,8 @@ def _record_kernel(eqn, scope: str, times: int, again: bool, found: collections.
     dtypes = [str(atom.aval.dtype) for atom in eqn.invars if atom.aval.ndim >= 3 and atom.aval.dtype != jnp.uint8]
     dtypes = dtypes[:2] if forward else dtypes[:3]
     precision = _PRECISION.get(dtypes[0], dtypes[0]) if len(set(dtypes)) == 1 else _MIXED
+    if "_mx_" in eqn.params["target_name"]:
+        precision = "mxfp8"  # in mode exact the values of MXFP8 operands are held in BF16
     wgrad = "bf16" if precision == "mxfp8" and attributes.get("wgrad_bf16") else precision
     if forward:
         kinds = [(RECOMPUTE if again else "fprop", precision)]
@@ -210,7 +212,7 @@ def _layer(scope: str) -> str:
     return ".".join(parts[:half] if half and parts[:half] == parts[half:] else parts)
 
 
-def _scan_sizes(params) -> tuple[int, int]:
+def scan_sizes(params) -> tuple[int, int]:
     """Numbers of constants and of carried values of a scan: two parameters in jax 0.11, one structure in 0.12."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

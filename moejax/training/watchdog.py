@@ -196,6 +196,8 @@ class Watchdog:
             if message and not self._left and self._ended.acquire(blocking=False):
                 if self._last_words is not None:
                     self._last_words.end()
+                if self._rank == 0:  # the store goes with this process: let the others come to their own verdict
+                    self._done.wait(3 * self._interval)
                 self._end(message)
                 return
 
@@ -217,10 +219,11 @@ class Watchdog:
             )
         for rank in range(self._ranks):
             report, since = self._heard.get(rank, (None, begun if begun is not None else now))
-            if rank == self._rank or (report and report["left"]) or now - since <= seconds:
+            silence = self._answered - since  # while the store does not answer, nobody can be heard
+            if rank == self._rank or (report and report["left"]) or silence <= seconds:
                 continue
             at = _at(report) if report else "before it began"
-            return f"rank {rank} has been silent for {now - since:.0f} s: killed, stopped or out of reach {at}"
+            return f"rank {rank} has been silent for {silence:.0f} s: killed, stopped or out of reach {at}"
         return None
 
     def _no_progress(self, now: float) -> str | None:
