@@ -1,19 +1,22 @@
-// One tensor map per buffer: four dimensions (inner, outer, half, expert), boxes of one panel (64 rows of 128 bytes), 128-byte
-// swizzle. Out-of-range elements load as zero and are not stored.
+// One tensor map per buffer: four dimensions (inner, outer, half, expert), boxes of one panel (64 rows of 128 bytes, or what `box_rows`
+// says), 128-byte swizzle. Out-of-range elements load as zero and are not stored. kScaleAtom is not an element but 4 bytes of Blackwell's
+// scale atoms: inner is 128, a box is one atom of 512 bytes, without swizzle.
 #pragma once
 
 #include <cuda.h>
 
+#include "isa/portable.h"
 #include "moe.h"
 
 namespace moe {
 
-enum class Element { kBf16, kFp32, kE4m3 };
+enum class Element { kBf16, kFp32, kE4m3, kScaleAtom };
 
 struct TensorShape {
   int64_t inner = 1, outer = 1, halves = 1, experts = 1;
 };
 
-Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape);
+Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape,
+                         int box_rows = kPanelRows);
 
 }  // namespace moe
