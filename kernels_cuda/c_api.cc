@@ -28,18 +28,16 @@ const char* moe_schedule(const moe::LayerShape* shape, const int32_t* expert_TxK
 }
 
 const char* moe_forward(const moe::LayerShape* shape, const moe::Activation* act, const uint16_t* x, const float* weight,
-                        const moe::Plan* plan, const uint16_t* w_gate_up, const uint16_t* w_down, uint16_t* y, uint16_t* gate_up,
-                        void* workspace, void* stream) {
-  return report(moe::forward(*shape, *act, x, weight, *plan, w_gate_up, w_down, y, gate_up, workspace,
-                             static_cast<cudaStream_t>(stream)));
+                        const moe::Plan* plan, const moe::Weights* weights, uint16_t* y, uint16_t* gate_up, void* workspace,
+                        void* stream) {
+  return report(moe::forward(*shape, *act, x, weight, *plan, *weights, y, gate_up, workspace, static_cast<cudaStream_t>(stream)));
 }
 
 const char* moe_backward(const moe::LayerShape* shape, const moe::Activation* act, const uint16_t* x, const float* weight,
-                         const uint16_t* dy, const moe::Plan* plan, const uint16_t* w_gate_up, const uint16_t* w_down,
-                         const uint16_t* gate_up, uint16_t* dx, float* d_weight, float* dw_gate_up, float* dw_down, int accumulate,
-                         void* workspace, void* stream) {
-  return report(moe::backward(*shape, *act, x, weight, dy, *plan, w_gate_up, w_down, gate_up, dx, d_weight, dw_gate_up, dw_down,
-                              accumulate != 0, workspace, static_cast<cudaStream_t>(stream)));
+                         const uint16_t* dy, const moe::Plan* plan, const moe::Weights* weights, const uint16_t* gate_up, uint16_t* dx,
+                         float* d_weight, const moe::WeightGradients* gradients, int accumulate, void* workspace, void* stream) {
+  return report(moe::backward(*shape, *act, x, weight, dy, *plan, *weights, gate_up, dx, d_weight, *gradients, accumulate != 0, workspace,
+                              static_cast<cudaStream_t>(stream)));
 }
 
 }  // extern "C"

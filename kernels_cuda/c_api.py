@@ -25,15 +25,46 @@ ACTIVATIONS = {
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "top_k", "experts", "rows", "d_model", "width")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "top_k", "experts", "rows", "d_model", "width")),
+        ("way", ctypes.c_uint8 * 8),
+    ]
 
 
 class _Activation(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("alpha", "beta", "gamma", "limit")]
 
 
+class _Matrices(ctypes.Structure):
+    """Weights, or their gradients: gate_up, down and the two biases."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("gate_up", "down", "b_gate_up", "b_down")]
+
+
+def _matrices(gate_up, down, biases) -> _Matrices:
+    b_gate_up, b_down = biases or (None, None)
+    return _Matrices(*(None if t is None else t.data_ptr() for t in (gate_up, down, b_gate_up, b_down)))
+
+
 class _Plan(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("count_E", "start_E", "row_TxK", "slot_M", "routed_E")]
+
+
+KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
+WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n")
+WAYS_OF = {
+    "gate_up": ("dispatched", "gathered", "tokens_n", "gathered_n"),
+    "down": ("dispatched", "tokens_n"),  # tokens_n: not with top_k 1, where the product scatters to tokens itself
+    "dgrad_down": ("dispatched",),
+    "dgrad_gate_up": ("dispatched", "tokens_n"),
+    "wgrad_down": ("dispatched",),
+    "wgrad_gate_up": ("dispatched",),
+}
+
+
+def ways_of(kind: str, top_k: int) -> tuple[str, ...]:
+    """What a product can be asked for."""
+    return tuple(w for w in WAYS_OF[kind] if not (w == "tokens_n" and top_k == 1 and kind != "gate_up"))
 
 
 @dataclasses.dataclass
@@ -61,7 +92,9 @@ def _dirty(shape, dtype) -> torch.Tensor:
 class Layer:
     """One expert layer of fixed shape; owns its workspaces."""
 
-    def __init__(self, tokens, top_k, experts, d_model, width, activation="swiglu", recompute=False, library=LIBRARY):
+    def __init__(
+        self, tokens, top_k, experts, d_model, width, activation="swiglu", recompute=False, library=LIBRARY, ways=None
+    ):
         self.lib = ctypes.CDLL(str(library))
         for name in ("moe_schedule", "moe_forward", "moe_backward"):
             getattr(self.lib, name).restype = ctypes.c_char_p
@@ -74,6 +107,8 @@ class Layer:
             getattr(self.lib, name).restype = ctypes.c_int64
         rows = self.lib.moe_rows_bound(ctypes.c_int64(tokens), ctypes.c_int64(top_k), ctypes.c_int64(experts))
         self.shape = _Shape(tokens, top_k, experts, rows, d_model, width)
+        for kind, way in (ways or {}).items():
+            self.shape.way[KINDS.index(kind)] = WAYS.index(way)
         self.act = _Activation(*ACTIVATIONS[activation])
         self.recompute = recompute
         by = ctypes.byref
@@ -120,8 +155,10 @@ class Layer:
         self._call("moe_schedule", expert_TxK, first_expert, capacity, plan.as_c())
         return plan
 
-    def forward(self, x_TxD, weight_TxK, plan, w_gate_up, w_down, y_TxD, gate_up) -> None:
-        self._call("moe_forward", self.act, x_TxD, weight_TxK, plan.as_c(), w_gate_up, w_down, y_TxD, gate_up)
+    def forward(self, x_TxD, weight_TxK, plan, w_gate_up, w_down, y_TxD, gate_up, biases=None) -> None:
+        """`biases`: FP32 (b_gate_up, b_down), or None."""
+        weights = _matrices(w_gate_up, w_down, biases)
+        self._call("moe_forward", self.act, x_TxD, weight_TxK, plan.as_c(), weights, y_TxD, gate_up)
 
     def backward(
         self,
@@ -137,8 +174,13 @@ class Layer:
         dw_gate_up,
         dw_down,
         accumulate=False,
+        biases=None,
+        bias_gradients=None,
     ) -> None:
+        """`biases`, `bias_gradients`: FP32 pairs as in `forward`, or None."""
+        weights = _matrices(w_gate_up, w_down, biases)
+        gradients = _matrices(dw_gate_up, dw_down, bias_gradients)
         self._call(
-            "moe_backward", self.act, x_TxD, weight_TxK, dy_TxD, plan.as_c(), w_gate_up, w_down, gate_up, dx_TxD, d_weight_TxK,
-            dw_gate_up, dw_down, int(accumulate),
+            "moe_backward", self.act, x_TxD, weight_TxK, dy_TxD, plan.as_c(), weights, gate_up, dx_TxD, d_weight_TxK, gradients,
+            int(accumulate),
         )  # fmt: skip

@@ -20,11 +20,7 @@
 
 namespace moe {
 
-// Stages of the ring that a tile's results pass through (kDgradDown: those that brought gate and up), and whether staging is used.
-template <class Config>
-MOE_HOST_FN constexpr int drain_stages(Kind kind) {
-  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
-}
+// Whether a tile's results also pass through staging.
 MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kGateUp && kind != kDgradDown; }
 
 template <class Isa, class Config, bool kPlain>
@@ -205,6 +201,24 @@ struct Epilogue {
       }
       finish_unit(chunk);
       ring.advance();
+    }
+  }
+
+  // The accumulators start from the bias of their columns.
+  template <Kind kKind, class Arguments>
+  MOE_FN void read_bias(float (&acc)[Config::kAcc], const Task& tile, const Arguments& args) const {
+    constexpr int kHalves = kKind == kGateUp ? 2 : 1;
+    constexpr int kBlocks = Config::kAcc / 4 / kHalves;  // of eight columns
+    MOE_UNROLL
+    for (int half = 0; half < kHalves; ++half) {
+      const float* bias = args.bias + static_cast<int64_t>(kHalves * tile.expert + half) * args.n_extent;
+      MOE_UNROLL
+      for (int j = 0; j < kBlocks; ++j) {
+        const int column = tile.n0 + 8 * j + 2 * static_cast<int>(lane % 4);
+        const bool inside = column < args.n_extent;  // extents are multiples of 8
+        MOE_UNROLL
+        for (int i = 0; i < 4; ++i) acc[4 * (kBlocks * half + j) + i] = inside ? bias[column + i % 2] : 0.0f;
+      }
     }
   }
 

@@ -1,23 +1,25 @@
-// The grouped GEMM kernel for sm_90a, one instantiation per set of kinds and (where it matters) activation form. Everything of substance is in gemm_roles.h.
+// The grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form.
+// Everything of substance is in gemm_roles.h and gemm_tokens_n.h.
 #include "gemm_kernels.h"
 
 #include "gemm_roles.h"
+#include "gemm_tokens_n.h"
 #include "isa/sm90.cuh"
 
 namespace moe {
 namespace {
 
-template <class Kinds, bool kPlain, class Config>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
-    grouped_gemm(const __grid_constant__ GemmBatch<CUtensorMap, Kinds::kCount> batch) {
-  run_block<Kinds, kPlain, Sm90, Config>(batch);
+template <class Roles>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Roles::Config::kThreads, 1)
+    grouped_gemm(const __grid_constant__ GemmBatch<CUtensorMap, 1> batch) {
+  run_roles<Roles, Sm90>(batch);
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <class Kinds, bool kPlain, class Config>
+template <class Roles>
 cudaError_t resident_blocks(int* blocks) {
-  const auto kernel = grouped_gemm<Kinds, kPlain, Config>;
-  const int threads = Config::kThreads, shared_bytes = Config::kSharedBytes;
+  const auto kernel = grouped_gemm<Roles>;
+  const int threads = Roles::Config::kThreads, shared_bytes = Roles::Config::kSharedBytes;
   static int cached[64] = {};
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -51,29 +53,40 @@ cudaError_t resident_blocks(int* blocks) {
   return cudaSuccess;
 }
 
-using Config = GemmConfig<256>;
-
-template <class Kinds, bool kPlain>
-cudaError_t launch(const GemmBatch<CUtensorMap, Kinds::kCount>& batch, cudaStream_t stream) {
-  auto kernel = grouped_gemm<Kinds, kPlain, Config>;
+template <class Roles>
+cudaError_t launch(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
+  const auto kernel = grouped_gemm<Roles>;
   int blocks = 0;
-  cudaError_t error = resident_blocks<Kinds, kPlain, Config>(&blocks);
+  cudaError_t error = resident_blocks<Roles>(&blocks);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(batch);
+  kernel<<<blocks, Roles::Config::kThreads, Roles::Config::kSharedBytes, stream>>>(batch);
   return cudaGetLastError();
 }
 
+template <Kind kKind, bool kPlain>
+using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, GemmConfig<256>>;
+template <Kind kKind, bool kPlain>
+using OnN = TokensN<kKind, kPlain, Sm90>;
+
 }  // namespace
 
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n) {
   const bool plain = is_plain_swiglu(batch.kinds[0].act);
+  if (tokens_on_n) {
+    switch (kind) {
+      case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
+      case kDown: return launch<OnN<kDown, true>>(batch, stream);
+      case kDgradGateUp: return launch<OnN<kDgradGateUp, true>>(batch, stream);
+      default: return cudaErrorInvalidValue;
+    }
+  }
   switch (kind) {
-    case kGateUp: return plain ? launch<KindSet<kGateUp>, true>(batch, stream) : launch<KindSet<kGateUp>, false>(batch, stream);
-    case kDown: return launch<KindSet<kDown>, true>(batch, stream);
-    case kDgradDown: return plain ? launch<KindSet<kDgradDown>, true>(batch, stream) : launch<KindSet<kDgradDown>, false>(batch, stream);
-    case kDgradGateUp: return launch<KindSet<kDgradGateUp>, true>(batch, stream);
-    case kWgradDown: return launch<KindSet<kWgradDown>, true>(batch, stream);
-    case kWgradGateUp: return launch<KindSet<kWgradGateUp>, true>(batch, stream);
+    case kGateUp: return plain ? launch<OnM<kGateUp, true>>(batch, stream) : launch<OnM<kGateUp, false>>(batch, stream);
+    case kDown: return launch<OnM<kDown, true>>(batch, stream);
+    case kDgradDown: return plain ? launch<OnM<kDgradDown, true>>(batch, stream) : launch<OnM<kDgradDown, false>>(batch, stream);
+    case kDgradGateUp: return launch<OnM<kDgradGateUp, true>>(batch, stream);
+    case kWgradDown: return launch<OnM<kWgradDown, true>>(batch, stream);
+    case kWgradGateUp: return launch<OnM<kWgradGateUp, true>>(batch, stream);
     default: return cudaErrorInvalidValue;
   }
 }

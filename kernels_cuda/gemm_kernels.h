@@ -8,7 +8,8 @@
 
 namespace moe {
 
-// Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream);
+// Launches every task of a list of one kind; the list and its length are on the device. tokens_on_n: the list was made for that
+// (TaskList), and the kind can (gemm_tokens_n.h). Returns the first CUDA error.
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n = false);
 
 }  // namespace moe

@@ -1,7 +1,7 @@
 // The ring of shared-memory stages that all roles of a block walk in step, and where things lie in shared memory.
 //
 // full[s]: one arrival (this block's producer, with the byte count), completed by bytes from this block's copies and the peer's
-// multicast; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also writes here; the
+// multicast; in kernels that can gather, one more by each lane of the gathering warp, on every stage; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also writes here; the
 // producer waits. Both blocks run the same number of stages for a task, so the rings stay in step; phases persist across tasks.
 #pragma once
 
@@ -17,6 +17,16 @@ template <class Config>
 MOE_HOST_FN constexpr uint32_t credit_barrier(uint32_t base, uint32_t consumer) {
   return base + Config::kCreditOffset + consumer * 8;
 }
+// lead: 4 warps of consumer 0 arrive once per tile of a weight gradient; consumer 1 waits before its products. followed: the 4 warps
+// of consumer 1 arrive once they have seen that; consumer 0 waits before its next arrival, which could otherwise be a phase ahead.
+template <class Config>
+MOE_HOST_FN constexpr uint32_t lead_barrier(uint32_t base) {
+  return base + Config::kLeadOffset;
+}
+template <class Config>
+MOE_HOST_FN constexpr uint32_t followed_barrier(uint32_t base) {
+  return base + Config::kLeadOffset + 8;
+}
 template <class Config>
 MOE_HOST_FN constexpr uint32_t staging_panel(uint32_t base, uint32_t consumer, int panel) {
   return base + Config::kStagingOffset + (2 * consumer + panel) * kPanelBytes;
@@ -26,6 +36,8 @@ template <class Config>
 MOE_HOST_FN constexpr uint32_t slot_panel(uint32_t stage, uint32_t consumer, int panel) {
   return stage + (Config::kSlotPanels * consumer + panel) * kPanelBytes;
 }
+
+constexpr uint32_t kGatherLanes = 32;  // lanes of the gathering warp
 
 template <class Isa, class Config>
 struct Ring {
@@ -74,6 +86,21 @@ MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
     task.n0 += (kind == kGateUp ? Config::kTileN / 2 : Config::kTileN) * rank;
   }
   return task;
+}
+
+// Before a task's first load, when several kinds share a launch.
+template <class Isa, class Arguments>
+MOE_FN void wait_ready(const Task& task, const Arguments& args) {
+  if (task.wait < 0) return;
+  while (Isa::load_acquire(args.counters + task.wait) < args.targets[task.wait]) {
+  }
+  Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
+}
+
+// Stages of the ring that a tile's results pass through after its K blocks (kDgradDown: those that brought gate and up).
+template <class Config>
+MOE_HOST_FN constexpr int drain_stages(Kind kind) {
+  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
 
 template <Kind kKind, class Arguments>

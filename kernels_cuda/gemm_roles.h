@@ -1,9 +1,10 @@
-// The roles of a GEMM block, for every kind: load_operands (producer), compute_tiles (consumers) and store_results (store
-// warps; what they do per task is in gemm_epilogue.h). The ring they share is in gemm_ring.h; gemm_kernels.cu sends each warp to
+// The roles of a GEMM block, for every kind: load_operands (producer), gather_operands (gathering warp; gemm_gather.h), compute_tiles
+// (consumers) and store_results (store warps; what they do per task is in gemm_epilogue.h). The ring they share is in gemm_ring.h; gemm_kernels.cu sends each warp to
 // its role.
 #pragma once
 
 #include "gemm_epilogue.h"
+#include "gemm_gather.h"
 
 namespace moe {
 
@@ -11,18 +12,11 @@ namespace moe {
 MOE_HOST_FN constexpr bool mn_major_a(Kind kind) { return is_wgrad(kind); }
 MOE_HOST_FN constexpr bool mn_major_b(Kind kind) { return kind != kGateUp && kind != kDown; }
 
-template <class Isa, class Arguments>
-MOE_FN void wait_ready(const Task& task, const Arguments& args) {
-  if (task.wait < 0) return;
-  while (Isa::load_acquire(args.counters + task.wait) < args.targets[task.wait]) {
-  }
-  Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
-}
-
 // Producer, one task. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   constexpr int kHalfB = Config::kPanelsB / 2;
+  const bool gathered = can_gather(kKind) && args.gather != nullptr;
   const Task tile = block_tile<Config>(task, kKind, rank);
   const bool share_a = task.pair == kPairN;
 
@@ -53,7 +47,7 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
   const int k_blocks = task_k_blocks<kKind>(task, args);
   // Rows past the first 64 are never multiplied when the expert has none there.
   const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;
-  const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+  const uint32_t bytes = gathered ? Config::kPanelsB * kPanelBytes : Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
@@ -90,12 +84,14 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
       }
     };
     if (share_a) {
-      if (!(one_panel_a && rank == 1)) load_a(rank, true);
+      if (!gathered && !(one_panel_a && rank == 1)) load_a(rank, true);
       MOE_UNROLL
       for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
     } else {
-      load_a(0, false);
-      if (!one_panel_a) load_a(1, false);
+      if (!gathered) {
+        load_a(0, false);
+        if (!one_panel_a) load_a(1, false);
+      }
       MOE_UNROLL
       for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
     }
@@ -127,8 +123,12 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
 
   // Cleared here rather than by the first product's predicate, which would keep 128 dead registers live between tasks.
   float acc[Config::kAcc];
-  MOE_UNROLL
-  for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
+  if (has_bias(kKind) && args.bias != nullptr) {
+    epilogue.template read_bias<kKind>(acc, tile, args);
+  } else {
+    MOE_UNROLL
+    for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
+  }
   if (is_wgrad(kKind) && args.accumulate) {
     MOE_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
@@ -140,17 +140,34 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
     }
   }
 
+  // Weight gradients of few rows are mostly stores: one warpgroup multiplies while the other one stores. A tile must fit the ring, as
+  // its stages are given back only when both have read them.
+  const bool stagger = is_wgrad(kKind) && args.stagger != 0;
+  const bool lead = stagger && live && k_blocks <= Config::kStages;
+  auto let_follow = [&] {
+    Isa::barrier_wait(followed_barrier<Config>(epilogue.base), (epilogue.tiles & 1) ^ 1);
+    Isa::warp_sync();
+    if (epilogue.lane == 0) Isa::barrier_arrive(lead_barrier<Config>(epilogue.base));
+  };
+  if (stagger && consumer == 1) {
+    Isa::barrier_wait(lead_barrier<Config>(epilogue.base), epilogue.tiles & 1);
+    Isa::warp_sync();
+    if (epilogue.lane == 0) Isa::barrier_arrive(followed_barrier<Config>(epilogue.base));
+  }
+  if (stagger && consumer == 0 && !lead) let_follow();
+
   if (live) {
     uint32_t previous_empty = 0;
     MOE_NO_UNROLL
     for (int kb = 0; kb < k_blocks; ++kb) {
       Isa::barrier_wait(ring.full(), ring.phase);
+      if (can_gather(kKind) && args.gather != nullptr) Isa::fence_async_shared();  // A was written by lanes, and is read by the tensor cores
       const uint64_t desc_a = panel_descriptor(ring.data() + consumer * kPanelBytes, kMnA);
       const uint64_t desc_b = panel_descriptor(ring.data() + Config::kPanelsA * kPanelBytes, kMnB);
       Isa::mma_fence();
       MOE_UNROLL
       for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
-        Isa::template mma<kMnA, kMnB>(acc, desc_a + k16 * panel_k16_step(kMnA), desc_b + k16 * panel_k16_step(kMnB));
+        Isa::template mma<Config::kTileN, kMnA, kMnB>(acc, desc_a + k16 * panel_k16_step(kMnA), desc_b + k16 * panel_k16_step(kMnB));
       }
       Isa::mma_commit();
       if (kb > 0) {
@@ -162,6 +179,7 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
     }
     Isa::template mma_wait<0>();
     Ring<Isa, Config>::release(previous_empty);
+    if (lead && consumer == 0) let_follow();
   } else {
     MOE_NO_UNROLL
     for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
@@ -196,6 +214,18 @@ MOE_FN void load_operands(const Batch& batch, uint32_t shared_base) {
   }
 }
 
+template <class Kinds, class Isa, class Config, class Batch>
+MOE_FN void gather_operands(const Batch& batch, uint32_t shared_base) {
+  Ring<Isa, Config> ring(shared_base);
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  MOE_NO_UNROLL
+  for (Task task; stream.take(task);) {
+    Kinds::visit(task.kind, [&](auto kind, int at) {
+      gather_task<decltype(kind)::value, Isa, Config>(task, batch.kinds[at], Isa::cluster_rank(), ring);
+    });
+  }
+}
+
 template <class Kinds, bool kPlain, class Isa, class Config, class Batch>
 MOE_FN void compute_tiles(const Batch& batch, uint32_t shared_base, uint32_t consumer) {
   Ring<Isa, Config> ring(shared_base);
@@ -223,20 +253,46 @@ MOE_FN void store_results(const Batch& batch, uint32_t shared_base, uint32_t con
   if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
 }
 
-// A block: warp 0 loads, warps 1 and 2 store, warps 4 to 11 multiply.
-template <class Kinds, bool kPlain, class Isa, class Config, class Batch>
-MOE_FN void run_block(const Batch& batch) {
+// The roles of a block with tokens on the M side, for run_roles.
+template <class Kinds, bool kPlain, class Isa, class Config_>
+struct TokensM {
+  using Config = Config_;
+  static constexpr bool kCanGather = Kinds::kCanGather;
+  template <class Batch>
+  static MOE_FN void load(const Batch& batch, uint32_t base) {
+    load_operands<Kinds, Isa, Config>(batch, base);
+  }
+  template <class Batch>
+  static MOE_FN void gather(const Batch& batch, uint32_t base) {
+    gather_operands<Kinds, Isa, Config>(batch, base);
+  }
+  template <class Batch>
+  static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
+    store_results<Kinds, Isa, Config>(batch, base, consumer);
+  }
+  template <class Batch>
+  static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
+    compute_tiles<Kinds, kPlain, Isa, Config>(batch, base, consumer);
+  }
+};
+
+// A block: warp 0 loads, warps 1 and 2 store, warp 3 gathers, warps 4 to 11 multiply.
+template <class Roles, class Isa, class Batch>
+MOE_FN void run_roles(const Batch& batch) {
+  using Config = typename Roles::Config;
   const uint32_t base = Isa::shared_base();
   const uint32_t warp = Isa::warp_index();
   if (warp == 0 && Isa::elect_one()) {
     for (int s = 0; s < Config::kStages; ++s) {
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1 + (Roles::kCanGather ? kGatherLanes : 0));
       Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
     }
     for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
       for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
       Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
     }
+    Isa::barrier_init(lead_barrier<Config>(base), 4);
+    Isa::barrier_init(followed_barrier<Config>(base), 4);
     Isa::barrier_init_fence();
   }
   Isa::warp_sync();
@@ -245,17 +301,19 @@ MOE_FN void run_block(const Batch& batch) {
   if (warp < 4) {
     Isa::template registers_shrink<Config::kProducerRegisters>();
     if (warp == 0 && Isa::elect_one()) {
-      for (int i = 0; i < Kinds::kCount; ++i) {
-        Isa::prefetch_map(&batch.kinds[i].a);
-        Isa::prefetch_map(&batch.kinds[i].b);
+      for (const auto& args : batch.kinds) {
+        Isa::prefetch_map(&args.a);
+        Isa::prefetch_map(&args.b);
       }
-      load_operands<Kinds, Isa, Config>(batch, base);
+      Roles::load(batch, base);
     } else if (warp == 1 || warp == 2) {
-      store_results<Kinds, Isa, Config>(batch, base, warp - 1);
+      Roles::store(batch, base, warp - 1);
+    } else if (Roles::kCanGather && warp == 3) {
+      Roles::gather(batch, base);
     }
   } else {
     Isa::template registers_grow<Config::kConsumerRegisters>();
-    compute_tiles<Kinds, kPlain, Isa, Config>(batch, base, warp / 4 - 1);
+    Roles::compute(batch, base, warp / 4 - 1);
   }
   Isa::warp_sync();     // the lanes that had no role wait for the one that had
   Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers

@@ -1,7 +1,10 @@
 // The expert layer as a sequence of launches on one stream: forward and backward. Read moe.h for the contract.
+#include <algorithm>
 #include <initializer_list>
 
+#include "bias.h"
 #include "gemm_kernels.h"
+#include "gemm_tokens_n.h"
 #include "kernel_check.h"
 #include "rows.h"
 #include "task_list.h"
@@ -35,6 +38,16 @@ class Workspace {
   size_t used_ = 0;
 };
 
+const char* kind_name(Kind kind) {
+  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  return kNames[kind];
+}
+
+Status check_biases(const Weights& w) {
+  if ((w.b_gate_up_Ex2xF == nullptr) == (w.b_down_ExD == nullptr)) return {};
+  return {"b_gate_up and b_down must be given together, or neither"};
+}
+
 Status check_shape(const LayerShape& s) {
   auto say = [](const char* name, int64_t value, const char* rule) {
     return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
@@ -47,6 +60,43 @@ Status check_shape(const LayerShape& s) {
   if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
   if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
+  return {};
+}
+
+// A gathering warp counts bytes of x in 32 bits.
+bool gather_reaches(const LayerShape& s) { return 2 * s.tokens * s.d_model <= UINT32_MAX; }
+// With one expert per token these products scatter to the tokens themselves, which only tokens on the M side can.
+bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == kDown || kind == kDgradGateUp); }
+
+bool has_way(const LayerShape& s, Kind kind, int way) {
+  switch (way) {
+    case kWayAuto: case kWayDispatched: return true;
+    case kWayGathered: return can_gather(kind) && gather_reaches(s);
+    case kWayTokensN: return can_put_tokens_on_n(kind) && !scatters(s, kind);
+    case kWayGatheredN: return can_gather(kind) && can_put_tokens_on_n(kind) && gather_reaches(s);
+    default: return false;
+  }
+}
+
+// The default: tokens on the N side where most experts fit one tile of them, and no dispatch for the forward.
+Way way_of(const LayerShape& s, Kind kind) {
+  if (s.way[kind] != kWayAuto) return s.way[kind];
+  const bool few = s.tokens * s.top_k <= s.experts * TokensNConfig::kTokens;
+  if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
+  if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
+  return has_way(s, kind, kWayGathered) ? kWayGathered : kWayDispatched;
+}
+
+bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
+bool tokens_on_n(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayTokensN || way_of(s, kind) == kWayGatheredN; }
+
+Status check_ways(const LayerShape& s) {
+  for (int kind = 0; kind < kNumKinds; ++kind) {
+    const Kind named = static_cast<Kind>(kind);
+    if (!has_way(s, named, s.way[kind])) {
+      return {"way " + std::to_string(s.way[kind]) + " is not one that the " + kind_name(named) + " product of this shape has"};
+    }
+  }
   return {};
 }
 
@@ -70,7 +120,14 @@ TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool sk
   list.m_extent = m_extent(s, kind);
   list.n_extent = n_extent(s, kind);
   list.skip_empty = skip_empty;
-  list.tasks = workspace.take<Task>(max_tasks(s, list));
+  // The workspace does not depend on the way: the longest list of any.
+  int64_t longest = max_tasks(s, list);
+  if (can_put_tokens_on_n(kind)) {
+    list.tokens_on_n = true;
+    longest = std::max(longest, max_tasks(s, list));
+  }
+  list.tokens_on_n = tokens_on_n(s, kind);
+  list.tasks = workspace.take<Task>(longest);
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
 }
@@ -86,10 +143,9 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
 }
 
 Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
-  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
-  cudaError_t error = launch_gemm(list.kind, batch, stream);
-  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
+  cudaError_t error = launch_gemm(list.kind, batch, stream, list.tokens_on_n);
+  return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 
 struct ForwardMemory {
@@ -108,6 +164,8 @@ ForwardMemory forward_memory(Workspace& workspace, const LayerShape& s) {
   m.down = take_list(workspace, s, kDown);
   return m;
 }
+
+int64_t weight_chunks(const LayerShape& s) { return (s.width + 127) / 128; }
 
 struct BackwardMemory {
   uint16_t* x_MxD;
@@ -128,7 +186,7 @@ BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool r
   m.scaled_h_MxF = workspace.take<uint16_t>(s.rows * s.width);
   m.gate_up_2xMxF = recompute ? workspace.take<uint16_t>(2 * s.rows * s.width) : nullptr;
   m.dx_MxD = workspace.take<uint16_t>(s.rows * s.d_model);
-  m.partial_CxM = workspace.take<float>((s.width + 127) / 128 * s.rows);
+  m.partial_CxM = workspace.take<float>((weight_chunks(s) + 1) * s.rows);  // the last one for biases
   m.dgrad_down = take_list(workspace, s, kDgradDown);
   m.dgrad_gate_up = take_list(workspace, s, kDgradGateUp);
   m.wgrad_down = take_list(workspace, s, kWgradDown, accumulate);
@@ -150,18 +208,24 @@ size_t forward_workspace_bytes(const LayerShape& shape) {
 }
 
 Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const Plan& plan,
-               const uint16_t* w_gate_up, const uint16_t* w_down, uint16_t* y_TxD, uint16_t* gate_up_2xMxF, void* workspace,
-               cudaStream_t stream) {
-  MOE_RETURN_IF_ERROR(check_shape(s));
+               const Weights& w, uint16_t* y_TxD, uint16_t* gate_up_2xMxF, void* workspace, cudaStream_t stream) {
+  for (const Status& status : {check_shape(s), check_ways(s), check_biases(w)}) MOE_RETURN_IF_ERROR(status);
   Workspace space(workspace);
   ForwardMemory m = forward_memory(space, s);
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
-  MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
+  if (!gathers(s, kGateUp)) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
   auto up = arguments(s, kGateUp, act);
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
+  if (gathers(s, kGateUp)) {
+    up.gather = reinterpret_cast<const uint8_t*>(x_TxD);
+    up.slot_M = plan.slot_M;
+    up.top_k = static_cast<int>(s.top_k);
+    up.gather_vectors = static_cast<int>(s.d_model / 8);
+  }
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
+  up.bias = w.b_gate_up_Ex2xF;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
   up.write_out = 1;
   if (gate_up_2xMxF != nullptr) {
@@ -172,7 +236,8 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
 
   auto down = arguments(s, kDown, act);
   down.a = up.out;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w_down, down_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
+  down.bias = w.b_down_ExD;
   down.slot_M = plan.slot_M;
   down.weight_TxK = weight_TxK;
   if (s.top_k == 1) {  // the combine is a product per row: the down product does it and writes to the tokens
@@ -192,9 +257,9 @@ size_t backward_workspace_bytes(const LayerShape& shape, bool recompute) {
 }
 
 Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const uint16_t* dy_TxD,
-                const Plan& plan, const uint16_t* w_gate_up, const uint16_t* w_down, const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD,
-                float* d_weight_TxK, float* dw_gate_up, float* dw_down, bool accumulate, void* workspace, cudaStream_t stream) {
-  MOE_RETURN_IF_ERROR(check_shape(s));
+                const Plan& plan, const Weights& w, const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD, float* d_weight_TxK,
+                const WeightGradients& dw, bool accumulate, void* workspace, cudaStream_t stream) {
+  for (const Status& status : {check_shape(s), check_ways(s), check_biases(w)}) MOE_RETURN_IF_ERROR(status);
   const bool recompute = gate_up_2xMxF == nullptr;
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
@@ -206,19 +271,20 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   CUtensorMap x, dy, w_up_map, w_down_map, gate_up, d_gate_up, scaled_h, dw_up_map, dw_down_map;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&x, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dy, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_up_map, "w_gate_up", Element::kBf16, w_gate_up, gate_up_shape(s)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_down_map, "w_down", Element::kBf16, w_down, down_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_up_map, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_down_map, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
   if (recompute) gate_up_2xMxF = m.gate_up_2xMxF;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&d_gate_up, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&scaled_h, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_map, "dw_gate_up", Element::kFp32, dw_gate_up, gate_up_shape(s)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw_down, down_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_map, "dw_gate_up", Element::kFp32, dw.gate_up_Ex2xFxD, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw.down_ExDxF, down_shape(s)));
 
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    up.a = x;
+    up.a = x;  // dispatched above for the weight gradient
     up.b = w_up_map;
+    up.bias = w.b_gate_up_Ex2xF;
     up.gate_up = gate_up;
     up.save_gate_up = 1;
     MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
@@ -239,8 +305,9 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_down_args.a = dy;
   dw_down_args.b = scaled_h;
   dw_down_args.out = dw_down_map;
-  dw_down_args.dw = dw_down;
+  dw_down_args.dw = dw.down_ExDxF;
   dw_down_args.accumulate = accumulate;
+  dw_down_args.stagger = 1;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
   dx_args.a = d_gate_up;
@@ -257,12 +324,17 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.a = d_gate_up;
   dw_up_args.b = x;
   dw_up_args.out = dw_up_map;
-  dw_up_args.dw = dw_gate_up;
+  dw_up_args.dw = dw.gate_up_Ex2xFxD;
   dw_up_args.accumulate = accumulate;
+  dw_up_args.stagger = 1;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
-  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
+  if (w.b_down_ExD != nullptr) {
+    MOE_RETURN_IF_ERROR(bias_gradients(s, plan, m.d_gate_up_2xMxF, dy_TxD, weight_TxK, dw.b_gate_up_Ex2xF, dw.b_down_ExD, accumulate, stream));
+    MOE_RETURN_IF_ERROR(bias_weight_partial(s, plan, dy_TxD, w.b_down_ExD, m.partial_CxM + weight_chunks(s) * s.rows, stream));
+  }
+  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream, w.b_down_ExD != nullptr ? 1 : 0));
   if (s.top_k == 1) return {};
   return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
 }

@@ -22,6 +22,17 @@ struct Status {
   bool ok() const { return message.empty(); }
 };
 
+// How a grouped product is run. Changes speed, never bits; what suits a shape is measured (moejax/tune.py), and kWayAuto takes the
+// default. A product that can't run as asked refuses.
+enum Way : uint8_t {
+  kWayAuto,        // what layer.cc thinks suits the shape
+  kWayDispatched,  // rows of tokens are first copied into expert order, and read by the copy engine
+  kWayGathered,    // rows of tokens are read where they are
+  kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
+  kWayGatheredN,   // tokens on the N side, read where they are
+  kNumWays,
+};
+
 struct LayerShape {
   int64_t tokens = 0;   // T
   int64_t top_k = 0;    // K
@@ -29,6 +40,21 @@ struct LayerShape {
   int64_t rows = 0;     // M: a multiple of 128, at least what rows_bound says for dropless
   int64_t d_model = 0;  // D: a multiple of 8
   int64_t width = 0;    // F: a multiple of 8
+  Way way[8] = {};      // by Kind (task.h); the last two are unused
+};
+
+struct Weights {
+  const uint16_t* gate_up_Ex2xFxD = nullptr;  // BF16
+  const uint16_t* down_ExDxF = nullptr;       // BF16
+  const float* b_gate_up_Ex2xF = nullptr;     // FP32, added before the rounding of gate and up
+  const float* b_down_ExD = nullptr;          // FP32, added before the rounding of a slot row; both biases, or neither
+};
+
+struct WeightGradients {  // FP32
+  float* gate_up_Ex2xFxD = nullptr;
+  float* down_ExDxF = nullptr;
+  float* b_gate_up_Ex2xF = nullptr;  // with biases only
+  float* b_down_ExD = nullptr;
 };
 
 constexpr int kGroupRows = 128;  // groups start at multiples of this many rows
@@ -52,18 +78,16 @@ Status schedule(const LayerShape& shape, const int32_t* expert_TxK, int32_t firs
                 void* workspace, cudaStream_t stream);
 
 // y_TxD = combine(expert(dispatch(x))). gate_up_2xMxF: if not null, gate and up are saved there (BF16, 4 F bytes per row; the
-// only residual besides the inputs). All of it: x, y, weights BF16; weight_TxK FP32.
+// only residual besides the inputs). All of it: x and y BF16; weight_TxK FP32.
 size_t forward_workspace_bytes(const LayerShape& shape);
 Status forward(const LayerShape& shape, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK, const Plan& plan,
-               const uint16_t* w_gate_up_Ex2xFxD, const uint16_t* w_down_ExDxF, uint16_t* y_TxD, uint16_t* gate_up_2xMxF,
-               void* workspace, cudaStream_t stream);
+               const Weights& weights, uint16_t* y_TxD, uint16_t* gate_up_2xMxF, void* workspace, cudaStream_t stream);
 
-// Gradients of forward. gate_up_2xMxF: as saved, or null to recompute. dw_* are FP32: overwritten, or continued from what is
+// Gradients of forward. gate_up_2xMxF: as saved, or null to recompute. Weight gradients are overwritten, or continued from what is
 // there when `accumulate` (row order; experts without rows leave their buffer as it is). Overwriting gives exact zeros for them.
 size_t backward_workspace_bytes(const LayerShape& shape, bool recompute);
 Status backward(const LayerShape& shape, const Activation& act, const uint16_t* x_TxD, const float* weight_TxK,
-                const uint16_t* dy_TxD, const Plan& plan, const uint16_t* w_gate_up_Ex2xFxD, const uint16_t* w_down_ExDxF,
-                const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD, float* d_weight_TxK, float* dw_gate_up_Ex2xFxD,
-                float* dw_down_ExDxF, bool accumulate, void* workspace, cudaStream_t stream);
+                const uint16_t* dy_TxD, const Plan& plan, const Weights& weights, const uint16_t* gate_up_2xMxF, uint16_t* dx_TxD,
+                float* d_weight_TxK, const WeightGradients& gradients, bool accumulate, void* workspace, cudaStream_t stream);
 
 }  // namespace moe

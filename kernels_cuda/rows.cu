@@ -141,11 +141,12 @@ Status zero_unrouted(const LayerShape& s, const Plan& plan, uint16_t* y_TxD, cud
   return launched("zero_unrouted");
 }
 
-Status sum_weight_partials(const LayerShape& s, const float* partial_CxM, const Plan& plan, float* d_weight_TxK, cudaStream_t stream) {
+Status sum_weight_partials(const LayerShape& s, const float* partial_CxM, const Plan& plan, float* d_weight_TxK, cudaStream_t stream,
+                           int more) {
   const int64_t slots = s.tokens * s.top_k;
   if (slots == 0) return {};
   weight_partials_kernel<<<static_cast<unsigned>((slots + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-      partial_CxM, d_weight_TxK, slots, static_cast<int>((s.width + 127) / 128), s.rows, plan.row_TxK);
+      partial_CxM, d_weight_TxK, slots, static_cast<int>((s.width + 127) / 128) + more, s.rows, plan.row_TxK);
   return launched("sum_weight_partials");
 }
 

@@ -16,8 +16,9 @@ Status combine_rows(const LayerShape& shape, const uint16_t* rows_MxD, const flo
 // y_TxD[t] = 0 for every token none of whose slots has a row (where the down product scatters to tokens itself, K = 1).
 Status zero_unrouted(const LayerShape& shape, const Plan& plan, uint16_t* y_TxD, cudaStream_t stream);
 
-// d_weight_TxK = the partial sums of each slot's row added in order; 0 for a slot without a row.
+// d_weight_TxK = the partial sums of each slot's row added in order, one per 128 columns of F and `more` after them; 0 for a slot
+// without a row.
 Status sum_weight_partials(const LayerShape& shape, const float* partial_CxM, const Plan& plan, float* d_weight_TxK,
-                           cudaStream_t stream);
+                           cudaStream_t stream, int more = 0);
 
 }  // namespace moe

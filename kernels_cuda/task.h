@@ -17,6 +17,15 @@ enum Kind : uint8_t {
   kNumKinds,
 };
 
+MOE_HOST_FN constexpr bool is_wgrad(Kind kind) { return kind == kWgradDown || kind == kWgradGateUp; }
+
+// Kinds whose output has a bias per column.
+MOE_HOST_FN constexpr bool has_bias(Kind kind) { return kind == kGateUp || kind == kDown; }
+
+// Kinds that can read rows of tokens where they are, instead of dispatched ones. The backward needs dispatched rows of x and dy for its
+// weight gradients, so the others would gain nothing.
+MOE_HOST_FN constexpr bool can_gather(Kind kind) { return kind == kGateUp; }
+
 // How the two blocks of a cluster split a tile pair, and so which operand they share by multicast.
 enum Pair : uint8_t {
   kPairM,  // neighbours along M: B is shared
@@ -65,6 +74,7 @@ struct KindTag {
 template <Kind... kKinds>
 struct KindSet {
   static constexpr int kCount = sizeof...(kKinds);
+  static constexpr bool kCanGather = (can_gather(kKinds) || ...);
   template <class F>
   static MOE_FN void visit(int kind, F f) {
     if constexpr (kCount == 1) {
@@ -76,6 +86,5 @@ struct KindSet {
   }
 };
 
-MOE_HOST_FN constexpr bool is_wgrad(Kind kind) { return kind == kWgradDown || kind == kWgradGateUp; }
 
 }  // namespace moe

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "gemm_tokens_n.h"
 #include "kernel_check.h"
 
 namespace moe {
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTileM = 128;
+constexpr int kTileTokens = TokensNConfig::kTokens;
 constexpr int kGroupPairs = 8;
 
 struct Lists {
@@ -32,6 +34,10 @@ __host__ __device__ Count count_tasks(const TaskList& list, int count) {
   c.m_pairs = m_tiles / 2;
   c.odd = m_tiles % 2;
   c.n_tiles = div_up(list.n_extent, list.tile_n);
+  if (list.tokens_on_n) {
+    c.m_pairs = 0;
+    c.odd = div_up(count, kTileTokens);  // every row tile pairs along the columns
+  }
   const bool none = wgrad && count == 0 && list.skip_empty;
   c.total = none ? 0 : c.halves * (c.m_pairs * c.n_tiles + c.odd * div_up(c.n_tiles, 2));
   return c;
@@ -41,7 +47,7 @@ __device__ Task make_task(const TaskList& list, const Count& c, int i, int exper
   const int per_half = c.total / c.halves;
   const int half = i / per_half;
   int j = i % per_half;
-  int m_pair, n_tile;
+  int m_pair, n_tile, tile_m = 2 * kTileM;
   const bool along_m = j < c.m_pairs * c.n_tiles;
   if (along_m) {
     const int group = j / (kGroupPairs * c.n_tiles);
@@ -49,12 +55,16 @@ __device__ Task make_task(const TaskList& list, const Count& c, int i, int exper
     j -= group * kGroupPairs * c.n_tiles;
     m_pair = group * kGroupPairs + j % in_group;
     n_tile = j / in_group;
+  } else if (list.tokens_on_n) {
+    tile_m = kTileTokens;
+    m_pair = j % c.odd;
+    n_tile = 2 * (j / c.odd);
   } else {
     m_pair = c.m_pairs;
     n_tile = 2 * (j - c.m_pairs * c.n_tiles);
   }
   const bool wgrad = is_wgrad(list.kind);
-  const int m0 = 2 * kTileM * m_pair;
+  const int m0 = tile_m * m_pair;
   Task task;
   task.kind = list.kind;
   task.pair = along_m ? kPairM : kPairN;
@@ -98,6 +108,7 @@ int64_t max_tasks(const LayerShape& shape, const TaskList& list) {
     const int64_t m_tiles = div_up(list.m_extent, kTileM);
     return shape.experts * (list.kind == kWgradGateUp ? 2 : 1) * (m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2));
   }
+  if (list.tokens_on_n) return (shape.rows / kTileTokens + shape.experts) * ((n_tiles + 1) / 2);
   // Every expert may end in an odd tile, whose pairs along N round up once more.
   return (shape.rows / kTileM * n_tiles + 1) / 2 + shape.experts;
 }

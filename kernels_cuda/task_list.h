@@ -11,6 +11,7 @@ struct TaskList {
   int tile_n;       // output columns of a block's tile (of F for kGateUp: half the accumulator width)
   int m_extent;     // weight gradients: output rows (of one half)
   int n_extent;     // output columns
+  bool tokens_on_n; // tiles of 192 tokens, which pair along the columns (gemm_tokens_n.h)
   bool skip_empty;  // weight gradients: experts without rows get no task (accumulation)
   Task* tasks;
   int32_t* num_tasks;

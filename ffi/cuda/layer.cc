@@ -21,9 +21,12 @@ constexpr auto kBf16 = DataType::BF16;
 constexpr auto kF32 = DataType::F32;
 constexpr auto kS32 = DataType::S32;
 
+// What both handlers take, in the order of their operands.
 struct LayerArguments {
-  AnyBuffer x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down;
+  AnyBuffer x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down;
 };
+
+bool HasBiases(const LayerArguments& a) { return !Absent(a.b_down); }
 
 moe::LayerShape ShapeOf(const LayerArguments& a) {
   moe::LayerShape shape;
@@ -39,6 +42,9 @@ moe::LayerShape ShapeOf(const LayerArguments& a) {
 void CheckLayer(Checker& check, const LayerArguments& a, const moe::LayerShape& s) {
   check.Array("w_down", a.w_down, {kBf16}, {{"E"}, {"D"}, {"F"}}, kInt32Max);
   check.Array("w_gate_up", a.w_gate_up, {kBf16}, {{"E", s.experts}, {"2", 2}, {"F", s.width}, {"D", s.d_model}});
+  check.Optional("b_gate_up", a.b_gate_up, {kF32}, {{"E", s.experts}, {"2", 2}, {"F", s.width}});
+  check.Optional("b_down", a.b_down, {kF32}, {{"E", s.experts}, {"D", s.d_model}});
+  check.Require(Absent(a.b_gate_up) == Absent(a.b_down), "b_gate_up and b_down must be given together, or neither");
   check.Array("row_TxK", a.row_TxK, {kS32}, {{"T"}, {"K"}}, kInt32Max);
   check.Array("slot_M", a.slot_M, {kS32}, {{"M"}}, kInt32Max);
   check.Array("count_E", a.count_E, {kS32}, {{"E", s.experts}});
@@ -54,6 +60,14 @@ void CheckLayer(Checker& check, const LayerArguments& a, const moe::LayerShape& 
 void CheckAligned(Checker& check, const char* name, const AnyBuffer& buffer, uintptr_t bytes = 16) {
   check.Require(Empty(buffer) || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % bytes == 0,
                 std::string(name) + " lies at an address that is not a multiple of " + std::to_string(bytes));
+}
+
+// Where a gradient starts from: in the gradient's own memory, or absent.
+void CheckAccumulator(Checker& check, const AnyBuffer& start, const AnyBuffer& gradient, bool expected) {
+  check.Require(expected != Absent(start), std::string("accumulators are ") + (expected ? "absent" : "given") +
+                                               ", against attribute accumulate or the biases");
+  check.Require(!expected || start.untyped_data() == gradient.untyped_data(),
+                "accumulators must be aliased to their gradients (input_output_aliases)");
 }
 
 void CheckWorkspace(Checker& check, const AnyBuffer& workspace, size_t bytes) {
@@ -74,6 +88,9 @@ moe::Plan PlanOf(const LayerArguments& a) {
 
 const uint16_t* Bf16(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<const uint16_t*>(buffer.untyped_data()); }
 uint16_t* Bf16Out(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<uint16_t*>(buffer.untyped_data()); }
+float* F32(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<float*>(buffer.untyped_data()); }
+
+moe::Weights WeightsOf(const LayerArguments& a) { return {Bf16(a.w_gate_up), Bf16(a.w_down), F32(a.b_gate_up), F32(a.b_down)}; }
 
 ffi::Error ErrorOf(const char* target, const moe::Status& status) {
   if (status.ok()) return ffi::Error::Success();
@@ -81,11 +98,11 @@ ffi::Error ErrorOf(const char* target, const moe::Status& status) {
 }
 
 ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer slot_M, AnyBuffer row_TxK, AnyBuffer count_E,
-                   AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down, Result y, Result saved, Result workspace, float alpha,
-                   float beta, float gamma, float limit) {
+                   AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down, AnyBuffer b_gate_up, AnyBuffer b_down, Result y,
+                   Result saved, Result workspace, float alpha, float beta, float gamma, float limit) {
   constexpr const char* kTarget = "moejax_cuda_moe_forward";
   Checker check(kTarget);
-  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down};
+  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
   const moe::LayerShape shape = ShapeOf(arguments);
   CheckLayer(check, arguments, shape);
   check.Array("y", *y, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
@@ -93,18 +110,18 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
   if (check.ok()) CheckWorkspace(check, *workspace, moe::forward_workspace_bytes(shape));
   for (const AnyBuffer& buffer : {x, w_gate_up, w_down}) CheckAligned(check, "x, w_gate_up or w_down", buffer);
   if (!check.ok() || shape.tokens == 0) return check.error();
-  return ErrorOf(kTarget, moe::forward(shape, {alpha, beta, gamma, limit}, Bf16(x), static_cast<const float*>(weight.untyped_data()),
-                                       PlanOf(arguments), Bf16(w_gate_up), Bf16(w_down), Bf16Out(*y), Bf16Out(*saved),
-                                       workspace->untyped_data(), stream));
+  return ErrorOf(kTarget, moe::forward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), PlanOf(arguments), WeightsOf(arguments),
+                                       Bf16Out(*y), Bf16Out(*saved), workspace->untyped_data(), stream));
 }
 
 ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer weight, AnyBuffer saved, AnyBuffer slot_M,
                     AnyBuffer row_TxK, AnyBuffer count_E, AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down,
-                    AnyBuffer acc_gate_up, AnyBuffer acc_down, Result dx, Result d_weight, Result dw_gate_up, Result dw_down,
+                    AnyBuffer b_gate_up, AnyBuffer b_down, AnyBuffer acc_gate_up, AnyBuffer acc_down, AnyBuffer acc_b_gate_up,
+                    AnyBuffer acc_b_down, Result dx, Result d_weight, Result dw_gate_up, Result dw_down, Result db_gate_up, Result db_down,
                     Result workspace, float alpha, float beta, float gamma, float limit, bool accumulate) {
   constexpr const char* kTarget = "moejax_cuda_moe_backward";
   Checker check(kTarget);
-  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down};
+  const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
   const moe::LayerShape shape = ShapeOf(arguments);
   CheckLayer(check, arguments, shape);
   check.Array("dy", dy, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
@@ -113,26 +130,29 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   check.Array("d_weight", *d_weight, {kF32}, {{"T", shape.tokens}, {"K", shape.top_k}});
   check.Array("dw_gate_up", *dw_gate_up, {kF32}, {{"E", shape.experts}, {"2", 2}, {"F", shape.width}, {"D", shape.d_model}});
   check.Array("dw_down", *dw_down, {kF32}, {{"E", shape.experts}, {"D", shape.d_model}, {"F", shape.width}});
-  check.Require(accumulate != Absent(acc_gate_up) && accumulate != Absent(acc_down),
-                std::string("accumulators are given or absent against attribute accumulate, which is ") + (accumulate ? "true" : "false"));
-  check.Require(!accumulate || (acc_gate_up.untyped_data() == dw_gate_up->untyped_data() && acc_down.untyped_data() == dw_down->untyped_data()),
-                "accumulators must be aliased to their gradients (input_output_aliases)");
+  check.Optional("db_gate_up", *db_gate_up, {kF32}, {{"E", shape.experts}, {"2", 2}, {"F", shape.width}});
+  check.Optional("db_down", *db_down, {kF32}, {{"E", shape.experts}, {"D", shape.d_model}});
+  const bool biases = HasBiases(arguments);
+  check.Require(biases != Absent(*db_gate_up) && biases != Absent(*db_down), "gradients of biases come with biases, and only with them");
+  CheckAccumulator(check, acc_gate_up, *dw_gate_up, accumulate);
+  CheckAccumulator(check, acc_down, *dw_down, accumulate);
+  CheckAccumulator(check, acc_b_gate_up, *db_gate_up, accumulate && biases);
+  CheckAccumulator(check, acc_b_down, *db_down, accumulate && biases);
   if (check.ok()) CheckWorkspace(check, *workspace, moe::backward_workspace_bytes(shape, Absent(saved)));
   for (const AnyBuffer& buffer : {x, dy, w_gate_up, w_down, saved}) CheckAligned(check, "x, dy, saved, w_gate_up or w_down", buffer);
   if (!check.ok()) return check.error();
   if (shape.tokens == 0) {
     if (accumulate) return ffi::Error::Success();
-    const cudaError_t first = cudaMemsetAsync(dw_gate_up->untyped_data(), 0, dw_gate_up->size_bytes(), stream);
-    const cudaError_t second = cudaMemsetAsync(dw_down->untyped_data(), 0, dw_down->size_bytes(), stream);
-    const cudaError_t failed = first != cudaSuccess ? first : second;
-    return failed == cudaSuccess ? ffi::Error::Success()
-                                 : ffi::Error(ffi::ErrorCode::kInternal, std::string(kTarget) + ": " + cudaGetErrorString(failed));
+    for (const Result& gradient : {dw_gate_up, dw_down, db_gate_up, db_down}) {
+      const cudaError_t failed = cudaMemsetAsync(gradient->untyped_data(), 0, gradient->size_bytes(), stream);
+      if (failed != cudaSuccess) return ffi::Error(ffi::ErrorCode::kInternal, std::string(kTarget) + ": " + cudaGetErrorString(failed));
+    }
+    return ffi::Error::Success();
   }
-  return ErrorOf(kTarget,
-                 moe::backward(shape, {alpha, beta, gamma, limit}, Bf16(x), static_cast<const float*>(weight.untyped_data()), Bf16(dy),
-                               PlanOf(arguments), Bf16(w_gate_up), Bf16(w_down), Bf16(saved), Bf16Out(*dx),
-                               static_cast<float*>(d_weight->untyped_data()), static_cast<float*>(dw_gate_up->untyped_data()),
-                               static_cast<float*>(dw_down->untyped_data()), accumulate, workspace->untyped_data(), stream));
+  const moe::WeightGradients gradients = {F32(*dw_gate_up), F32(*dw_down), F32(*db_gate_up), F32(*db_down)};
+  return ErrorOf(kTarget, moe::backward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), Bf16(dy), PlanOf(arguments),
+                                        WeightsOf(arguments), Bf16(saved), Bf16Out(*dx), F32(*d_weight), gradients, accumulate,
+                                        workspace->untyped_data(), stream));
 }
 
 }  // namespace
@@ -149,6 +169,8 @@ XLA_FFI_Error* CudaMoeForward(XLA_FFI_CallFrame* call_frame) {
                                    .Arg<AnyBuffer>()  // start_E
                                    .Arg<AnyBuffer>()  // w_gate_up
                                    .Arg<AnyBuffer>()  // w_down
+                                   .Arg<AnyBuffer>()  // b_gate_up
+                                   .Arg<AnyBuffer>()  // b_down
                                    .Ret<AnyBuffer>()  // y
                                    .Ret<AnyBuffer>()  // saved
                                    .Ret<AnyBuffer>()  // workspace
@@ -174,12 +196,18 @@ XLA_FFI_Error* CudaMoeBackward(XLA_FFI_CallFrame* call_frame) {
                                    .Arg<AnyBuffer>()  // start_E
                                    .Arg<AnyBuffer>()  // w_gate_up
                                    .Arg<AnyBuffer>()  // w_down
+                                   .Arg<AnyBuffer>()  // b_gate_up
+                                   .Arg<AnyBuffer>()  // b_down
                                    .Arg<AnyBuffer>()  // acc_gate_up
                                    .Arg<AnyBuffer>()  // acc_down
+                                   .Arg<AnyBuffer>()  // acc_b_gate_up
+                                   .Arg<AnyBuffer>()  // acc_b_down
                                    .Ret<AnyBuffer>()  // dx
                                    .Ret<AnyBuffer>()  // d_weight
                                    .Ret<AnyBuffer>()  // dw_gate_up
                                    .Ret<AnyBuffer>()  // dw_down
+                                   .Ret<AnyBuffer>()  // db_gate_up
+                                   .Ret<AnyBuffer>()  // db_down
                                    .Ret<AnyBuffer>()  // workspace
                                    .Attr<float>("alpha")
                                    .Attr<float>("beta")

@@ -99,6 +99,15 @@ struct Sm90 {
   static MOE_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   static MOE_FN void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+  // --- gathers: 16 bytes by each lane, past the copy engine. The writes are of the generic proxy: whoever waits on the barrier needs
+  // fence_async_shared() before the tensor cores read them.
+  static MOE_FN void gather_vector(uint32_t dst, const uint8_t* src, uint32_t bytes) {  // 16 bytes land, those past `bytes` zero
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  }
+  static MOE_FN void gather_arrive(uint32_t bar) {  // one arrival, once all gathers of this lane have landed
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+  }
+
   // --- tensor cores --------------------------------------------------------------------------------------------------------
   static MOE_FN void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
   static MOE_FN void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -106,13 +115,16 @@ struct Sm90 {
   static MOE_FN void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
   }
-  template <bool kMnMajorA, bool kMnMajorB>
-  static MOE_FN void mma(float (&acc)[128], uint64_t desc_a, uint64_t desc_b) {
-    sm90::wgmma_m64n256k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
-  }
-  template <bool kMnMajorA, bool kMnMajorB>
-  static MOE_FN void mma(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
-    sm90::wgmma_m64n128k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+  // 64 x kN x 16, in the first kN / 2 of the accumulators.
+  template <int kN, bool kMnMajorA, bool kMnMajorB, int kCount>
+  static MOE_FN void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
+    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 192 || kN == 256, "no product of this width");
+    if constexpr (kN == 64) sm90::wgmma_m64n64k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 96) sm90::wgmma_m64n96k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 128) sm90::wgmma_m64n128k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 160) sm90::wgmma_m64n160k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 192) sm90::wgmma_m64n192k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 256) sm90::wgmma_m64n256k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
   }
   template <int kRegisters>
   static MOE_FN void registers_grow() {
@@ -130,6 +142,12 @@ struct Sm90 {
                  "r"(r[3])
                  : "memory");
   }
+  // The same with every matrix transposed: register pairs are two columns of one row, and a lane gives the address of a column.
+  static MOE_FN void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+  }
   static MOE_FN void load_matrices(uint32_t address, uint32_t (&r)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -141,6 +159,13 @@ struct Sm90 {
   }
   static MOE_FN void load_float2(uint32_t address, float& a, float& b) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
+  }
+
+  static MOE_FN void store_word(uint32_t address, uint32_t x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+  static MOE_FN uint32_t load_word(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
   }
 
   using Vector = uint4;

@@ -17,7 +17,7 @@ from moejax.config import ActivationConfig
 from moejax.native.calls import Operands, Rows, absent, ffi_call
 
 
-def moe_forward(x_TxD, weight_TxK, rows: Rows, operands: Operands, *, act: ActivationConfig, save: bool):
+def moe_forward(x_TxD, weight_TxK, rows: Rows, operands: Operands, biases=(None, None), *, act: ActivationConfig, save: bool):
     """y (T, D) in BF16, and gate_up (2, M, F) in BF16 if `save`, else None.
 
     Args:
@@ -25,6 +25,7 @@ def moe_forward(x_TxD, weight_TxK, rows: Rows, operands: Operands, *, act: Activ
       weight_TxK: FP32 combine weights.
       rows: indices of the plan, with slot and row indices.
       operands: BF16 weights.
+      biases: FP32 (b_gate_up (E, 2, F), b_down (E, D)), or (None, None).
     """
     sizes = _sizes(x_TxD, rows, operands)
     _, _, _, M, _, F = sizes
@@ -33,19 +34,19 @@ def moe_forward(x_TxD, weight_TxK, rows: Rows, operands: Operands, *, act: Activ
         ((2, M, F) if save else (0,), jnp.bfloat16),
         ((native.module("_cuda").forward_workspace_bytes(*sizes),), jnp.uint8),
     ]
-    arguments = [x_TxD, weight_TxK, *_indices(rows), operands.gate_up_Ex2xFxD, operands.down_ExDxF]
+    arguments = [x_TxD, weight_TxK, *_indices(rows), *_weights(operands, biases)]
     y, saved, _ = ffi_call("_cuda", "moejax_cuda_moe_forward", results, arguments, **_activation(act))
     return y, saved if save else None
 
 
 def moe_backward(
-    x_TxD, dy_TxD, weight_TxK, saved, rows: Rows, operands: Operands, accumulators, *, act: ActivationConfig
+    x_TxD, dy_TxD, weight_TxK, saved, rows: Rows, operands: Operands, biases, accumulators, *, act: ActivationConfig
 ):
-    """Gradients of `moe_forward`: dx (BF16), d_weight (FP32), dw_gate_up and dw_down (FP32).
+    """Gradients of `moe_forward`: dx (BF16), d_weight, dw_gate_up, dw_down, and db_gate_up, db_down or None (FP32).
 
     Args:
       saved: what the forward saved, or None: gate and up are computed again.
-      accumulators: (dw_gate_up, dw_down) FP32 to continue from, aliased to the results; or None.
+      accumulators: (dw_gate_up, dw_down, db_gate_up, db_down) FP32 to continue from, aliased to the results; or None.
     """
     sizes = _sizes(x_TxD, rows, operands)
     results = [
@@ -53,14 +54,16 @@ def moe_backward(
         (weight_TxK.shape, jnp.float32),
         (operands.gate_up_Ex2xFxD.shape, jnp.float32),
         (operands.down_ExDxF.shape, jnp.float32),
+        *(((0,) if bias is None else bias.shape, jnp.float32) for bias in biases),
         ((native.module("_cuda").backward_workspace_bytes(*sizes, saved is None),), jnp.uint8),
     ]
     arguments = [x_TxD, dy_TxD, weight_TxK, absent(jnp.bfloat16) if saved is None else saved, *_indices(rows)]
-    arguments += [operands.gate_up_Ex2xFxD, operands.down_ExDxF]
+    arguments += _weights(operands, biases)
     first = len(arguments)
-    arguments += list(accumulators) if accumulators else [absent(jnp.float32)] * 2
-    aliases = {first: 2, first + 1: 3} if accumulators else {}
-    dx, d_weight, dw_gate_up, dw_down, _ = ffi_call(
+    starts = list(accumulators) if accumulators else [None] * 4
+    arguments += [absent(jnp.float32) if start is None else start for start in starts]
+    aliases = {first + i: 2 + i for i, start in enumerate(starts) if start is not None}
+    dx, d_weight, dw_gate_up, dw_down, *db, _ = ffi_call(
         "_cuda",
         "moejax_cuda_moe_backward",
         results,
@@ -69,7 +72,11 @@ def moe_backward(
         accumulate=bool(accumulators),
         **_activation(act),
     )
-    return dx, d_weight, dw_gate_up, dw_down
+    return dx, d_weight, dw_gate_up, dw_down, *(None if bias is None else d for bias, d in zip(biases, db, strict=True))
+
+
+def _weights(operands: Operands, biases) -> list[jax.Array]:
+    return [operands.gate_up_Ex2xFxD, operands.down_ExDxF, *(absent(jnp.float32) if bias is None else bias for bias in biases)]
 
 
 def _sizes(x_TxD: jax.Array, rows: Rows, operands: Operands) -> tuple[int, ...]:

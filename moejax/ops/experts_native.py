@@ -49,8 +49,6 @@ def refuses(spec: MoESpec, platform: str) -> str | None:
 def _refuses_gpu(spec: MoESpec) -> str | None:
     if spec.recipe != "bf16":
         return f"recipe is {spec.recipe}; its GPU kernels are bf16 so far"
-    if spec.expert_bias:
-        return "its GPU kernels have no expert biases"
     if spec.ranks > 1:
         return f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU"
     if spec.num_experts > _MAX_GPU_EXPERTS:
@@ -102,7 +100,7 @@ def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoE
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
     if _on_gpu():
         x = x_TxD.astype(jnp.bfloat16)
-        y, saved = cuda_calls.moe_forward(x, weight_TxK, rows, fprop, act=spec.act, save=_saves(spec))
+        y, saved = cuda_calls.moe_forward(x, weight_TxK, rows, fprop, _biases(experts), act=spec.act, save=_saves(spec))
         return y.astype(x_TxD.dtype), saved
     return calls.moe_forward(x_TxD, weight_TxK, rows, fprop, _biases(experts), save=_saves(spec), **_static(spec))
 
@@ -118,10 +116,10 @@ def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWe
     if _on_gpu():
         operands, _ = _operands(experts, spec)
         if accumulator is not None:
-            accumulator = accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF
+            accumulator = _leaves(accumulator)
         x, dy = x_TxD.astype(jnp.bfloat16), dy_TxD.astype(jnp.bfloat16)
         dx, d_weight, *gradients = cuda_calls.moe_backward(
-            x, dy, weight_TxK, saved, rows, operands, accumulator, act=spec.act
+            x, dy, weight_TxK, saved, rows, operands, _biases(experts), accumulator, act=spec.act
         )
         return dx.astype(x_TxD.dtype), d_weight, ExpertWeights(*gradients)
     return _backward(x_TxD, dy_TxD.astype(x_TxD.dtype), weight_TxK, saved, rows, experts, spec, accumulator)
@@ -138,9 +136,7 @@ def _like(gradients: ExpertWeights, stack: ExpertWeights) -> ExpertWeights:
 def _backward(x, dy, weight, saved, rows: calls.Rows, experts: ExpertWeights, spec: MoESpec, accumulator):
     fprop, dgrad = _operands(experts, spec)
     if accumulator is not None:
-        accumulator = (
-            accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF, accumulator.b_gate_up_Ex2xF, accumulator.b_down_ExD
-        )  # fmt: skip
+        accumulator = _leaves(accumulator)
     dx, d_weight, gradients = calls.moe_backward(
         x, dy, weight, saved, rows, fprop, dgrad, _biases(experts), accumulator,
         wgrad_bf16=spec.wgrad == "bf16", **_static(spec),
@@ -168,6 +164,10 @@ def _mx_operands(gate_up: MXArray, down: MXArray) -> calls.Operands:
 def _quantize(master: jax.Array, axis: int) -> MXArray:
     elements, codes = calls.mx_quantize(master, axis)
     return MXArray(elements, codes, axis)
+
+
+def _leaves(weights: ExpertWeights):
+    return weights.w_gate_up_Ex2xFxD, weights.w_down_ExDxF, weights.b_gate_up_Ex2xF, weights.b_down_ExD
 
 
 def _biases(experts: ExpertWeights):

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gemm_roles.h"
+#include "gemm_tokens_n.h"
 #include "isa/host/host.h"
 
 namespace {
@@ -21,6 +22,7 @@ constexpr int kExperts = 3, kD = 72, kF = 136;
 constexpr int kCount[kExperts] = {200, 0, 70};  // two row tiles that pair, an empty expert, an odd tile
 constexpr int kStart[kExperts] = {0, 256, 256};
 constexpr int kRows = 384;
+constexpr int kTopK = 2;
 
 std::mt19937 generator(7);
 
@@ -89,12 +91,49 @@ std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
   return tasks;
 }
 
+// How operand A is brought, or which side the tokens are on.
+enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN };
+
+bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
+bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
+
+// Lists for tokens on the N side: tiles of 192 tokens, pairs along the columns.
+std::vector<Task> tasks_tokens_n(Kind kind, int n_extent) {
+  std::vector<Task> tasks;
+  const int step = kind == kGateUp ? TokensNConfig::kTileN / 2 : TokensNConfig::kTileN;
+  for (int e = 0; e < kExperts; ++e) {
+    for (int n = 0; n < n_extent; n += 2 * step) {
+      for (int m = 0; m < kCount[e]; m += TokensNConfig::kTokens) {
+        Task t = {};
+        t.kind = kind;
+        t.pair = kPairN;
+        t.expert = e;
+        t.row0 = kStart[e] + m;
+        t.rows = kCount[e] - m;
+        t.n0 = n;
+        t.wait = t.signal = -1;
+        tasks.push_back(t);
+      }
+    }
+  }
+  return tasks;
+}
+
+template <Kind kKind>
+void run_tokens_n(const Arguments& args, uint32_t seed) {
+  const auto tasks = tasks_tokens_n(kKind, args.n_extent);
+  const int count = static_cast<int>(tasks.size());
+  GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
+  using Roles = TokensN<kKind, true, Host>;
+  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
+}
+
 template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
   const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
   const int count = static_cast<int>(tasks.size());
   GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_block<KindSet<kKind>, true, Host, Config>(batch); });
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<TokensM<KindSet<kKind>, true, Host, Config>, Host>(batch); });
 }
 
 int failures = 0;
@@ -142,7 +181,7 @@ struct Layer {
   std::vector<uint16_t> gate_up, d_gate_up;
   std::vector<uint16_t> w_gate_up = random_bf16(size_t{kExperts} * 2 * kF * kD, 0.2f);
   std::vector<uint16_t> w_down = random_bf16(size_t{kExperts} * kD * kF, 0.1f);
-  std::vector<float> weight;
+  std::vector<float> weight, b_gate_up, b_down;
   std::vector<int> slot;
 
   Layer() {
@@ -152,12 +191,22 @@ struct Layer {
       d_gate_up.insert(d_gate_up.end(), b.begin(), b.end());
     }
     for (int r = 0; r < kRows; ++r) {
-      slot.push_back(is_row(r) ? kRows - 1 - r : -1);
-      weight.push_back(std::uniform_real_distribution<float>(0.0f, 1.0f)(generator));
+      slot.push_back(is_row(r) ? kTopK * (kRows - 1 - r) + r % kTopK : -1);
+      for (int s = 0; s < kTopK; ++s) weight.push_back(std::uniform_real_distribution<float>(0.0f, 1.0f)(generator));
     }
+    for (int i = 0; i < kExperts * 2 * kF; ++i) b_gate_up.push_back(std::normal_distribution<float>()(generator));
+    for (int i = 0; i < kExperts * kD; ++i) b_down.push_back(std::normal_distribution<float>()(generator));
+  }
+  // The tokens that `rows` were dispatched from; the others must not be read.
+  std::vector<uint16_t> tokens(const std::vector<uint16_t>& rows) const {
+    std::vector<uint16_t> out(static_cast<size_t>(kRows) * kD, 0xFFFF);
+    for (int r = 0; r < kRows; ++r) {
+      if (slot[r] >= 0) std::memcpy(&out[static_cast<size_t>(slot[r] / kTopK) * kD], &rows[static_cast<size_t>(r) * kD], 2 * kD);
+    }
+    return out;
   }
   double gate(int half, int r, int e, int f) const {
-    double sum = 0;
+    double sum = b_gate_up[(e * 2 + half) * kF + f];
     for (int k = 0; k < kD; ++k) sum += double{value(x[r * kD + k])} * value(w_gate_up[((e * 2 + half) * kF + f) * kD + k]);
     return sum;
   }
@@ -174,23 +223,48 @@ Arguments arguments(int k_extent, int m_extent, int n_extent) {
   return args;
 }
 
+// Operand A: the dispatched rows, or the tokens that they come from.
+void set_rows(Arguments& args, const Layer& l, const std::vector<uint16_t>& rows, const std::vector<uint16_t>& tokens, Variant variant) {
+  args.slot_M = l.slot.data();
+  if (!gathers(variant)) {
+    args.a = map_of(rows.data(), 2, kD, kRows);
+    return;
+  }
+  args.gather = reinterpret_cast<const uint8_t*>(tokens.data());
+  args.top_k = kTopK;
+  args.gather_vectors = kD / 8;
+}
+
 const std::vector<uint16_t> kPoison16(size_t{2} * kRows * kF, 0xFFFF);
 
-uint64_t digest(const void* data, size_t bytes) {
-  uint64_t hash = 1469598103934665603ull;
+uint64_t digest(const void* data, size_t bytes, uint64_t hash = 1469598103934665603ull) {
   for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211ull;
   return hash;
 }
 
-uint64_t gate_up(const Layer& l, uint32_t seed) {
+// Of real rows and of the padding up to a multiple of 64, which every variant writes.
+uint64_t digest_rows(const std::vector<uint16_t>& out, int width, int halves = 1) {
+  uint64_t hash = 1469598103934665603ull;
+  for (int half = 0; half < halves; ++half) {
+    for (int e = 0; e < kExperts; ++e) {
+      const size_t first = (size_t{1} * half * kRows + kStart[e]) * width, rows = (kCount[e] + 63) / 64 * 64;
+      hash = digest(&out[first], 2 * rows * width, hash);
+    }
+  }
+  return hash;
+}
+
+uint64_t gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> h(kPoison16.begin(), kPoison16.begin() + kRows * kF), saved = kPoison16;
   Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(l.x.data(), 2, kD, kRows);
+  const auto tokens = l.tokens(l.x);
+  set_rows(args, l, l.x, tokens, variant);
+  args.bias = l.b_gate_up.data();
   args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
   args.out = map_of(h.data(), 2, kF, kRows);
   args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
   args.save_gate_up = args.write_out = 1;
-  run<kGateUp>(args, seed);
+  on_n(variant) ? run_tokens_n<kGateUp>(args, seed) : run<kGateUp>(args, seed);
   std::vector<uint16_t> half(saved.begin(), saved.begin() + kRows * kF), other(saved.begin() + kRows * kF, saved.end());
   compare_rows("gate", half, kF, 3e-3, [&](int r, int e, int f) { return l.gate(0, r, e, f); });
   compare_rows("up", other, kF, 3e-3, [&](int r, int e, int f) { return l.gate(1, r, e, f); });
@@ -198,22 +272,23 @@ uint64_t gate_up(const Layer& l, uint32_t seed) {
     const double g = value(half[r * kF + f]), u = value(other[r * kF + f]);
     return g * sigmoid(g) * u;
   });
-  return digest(h.data(), 2 * h.size()) ^ digest(saved.data(), 2 * saved.size());
+  return digest_rows(h, kF) ^ digest_rows(saved, kF, 2);
 }
 
-uint64_t down(const Layer& l, uint32_t seed) {
+uint64_t down(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> y(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kD, kD);
   args.a = map_of(l.h.data(), 2, kF, kRows);
   args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
   args.out = map_of(y.data(), 2, kD, kRows);
-  run<kDown>(args, seed);
+  args.bias = l.b_down.data();
+  on_n(variant) ? run_tokens_n<kDown>(args, seed) : run<kDown>(args, seed);
   compare_rows("y", y, kD, 3e-3, [&](int r, int e, int d) {
-    double sum = 0;
+    double sum = l.b_down[e * kD + d];
     for (int f = 0; f < kF; ++f) sum += double{value(l.h[r * kF + f])} * value(l.w_down[(e * kD + d) * kF + f]);
     return sum;
   });
-  return digest(y.data(), 2 * y.size());
+  return digest_rows(y, kD);
 }
 
 uint64_t dgrad_down(const Layer& l, uint32_t seed) {
@@ -221,12 +296,12 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
   std::vector<float> partial(size_t{2} * kRows, NAN);
   Arguments args = arguments(kD, kF, kF);
   args.a = map_of(l.dy.data(), 2, kD, kRows);
+  args.slot_M = l.slot.data();
   args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
   args.gate_up = map_of(l.gate_up.data(), 2, kF, kRows, 2);
   args.out = map_of(d_gate_up.data(), 2, kF, kRows, 2);
   args.scaled_h = map_of(scaled.data(), 2, kF, kRows);
   args.weight_TxK = l.weight.data();
-  args.slot_M = l.slot.data();
   args.weight_partial = partial.data();
   run<kDgradDown>(args, seed);
   auto dh0 = [&](int r, int e, int f) {
@@ -258,13 +333,13 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
   return digest(d_gate_up.data(), 2 * d_gate_up.size()) ^ digest(partial.data(), 4 * partial.size());
 }
 
-uint64_t dgrad_gate_up(const Layer& l, uint32_t seed) {
+uint64_t dgrad_gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> dx(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kF, kD);
   args.a = map_of(l.d_gate_up.data(), 2, kF, kRows, 2);
   args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
   args.out = map_of(dx.data(), 2, kD, kRows);
-  run<kDgradGateUp>(args, seed);
+  on_n(variant) ? run_tokens_n<kDgradGateUp>(args, seed) : run<kDgradGateUp>(args, seed);
   compare_rows("dx", dx, kD, 3e-3, [&](int r, int e, int d) {
     double sum = 0;
     for (int half = 0; half < 2; ++half) {
@@ -274,13 +349,13 @@ uint64_t dgrad_gate_up(const Layer& l, uint32_t seed) {
     }
     return sum;
   });
-  return digest(dx.data(), 2 * dx.size());
+  return digest_rows(dx, kD);
 }
 
 // dW[e][half][m][n] = sum over rows of a[half][row][m] b[row][n], overwritten or continued.
 template <Kind kKind>
-uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, int m_extent, int n_extent, int halves, bool accumulate,
-               uint32_t seed) {
+uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, int m_extent, int n_extent, int halves,
+               bool accumulate, uint32_t seed) {
   const size_t size = size_t{kExperts} * halves * m_extent * n_extent;
   std::vector<float> dw(size, NAN), before(size, 0.0f);
   if (accumulate) {
@@ -293,6 +368,7 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
   args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
   args.dw = dw.data();
   args.accumulate = accumulate;
+  args.stagger = static_cast<int>(seed % 3 > 0);
   run<kKind>(args, seed);
   for (int e = 0; e < kExperts; ++e) {
     std::vector<double> got, want;
@@ -327,17 +403,28 @@ int main(int argc, char** argv) {
     generator.seed(7);
     const Layer l;
     const uint32_t seed = static_cast<uint32_t>(std::atoi(argv[i]));
-    uint64_t bits;
-    if (kind == "gate_up") bits = gate_up(l, seed);
-    else if (kind == "down") bits = down(l, seed);
-    else if (kind == "dgrad_down") bits = dgrad_down(l, seed);
-    else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(l, seed);
-    else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed);
-    else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed);
-    else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, true, seed);
-    else {
+    const auto run_kind = [&](Variant variant) -> uint64_t {
+      if (kind == "gate_up") return gate_up(l, seed, variant);
+      if (kind == "down") return down(l, seed, variant);
+      if (kind == "dgrad_down") return dgrad_down(l, seed);
+      if (kind == "dgrad_gate_up") return dgrad_gate_up(l, seed, variant);
+      if (kind == "wgrad_down") return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed);
+      if (kind == "wgrad_gate_up") return wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed);
+      if (kind == "wgrad_down_accumulate") {
+        generator.seed(11);
+        return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, true, seed);
+      }
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
-      return 2;
+      std::exit(2);
+    };
+    const uint64_t bits = run_kind(Variant::kDispatched);
+    std::vector<Variant> others;
+    if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
+    if (kind == "down" || kind == "dgrad_gate_up") others = {Variant::kTokensN};
+    for (Variant other : others) {
+      if (run_kind(other) == bits) continue;
+      std::printf("%s: variant %d gives other bits than dispatched rows on the M side\n", kind.c_str(), static_cast<int>(other));
+      ++failures;
     }
     if (i == 2) first = bits;
     if (bits != first) {

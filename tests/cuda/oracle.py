@@ -45,22 +45,23 @@ def activation(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy):
-    """FP32 y and gradients (dx, d_weight, dw_gate_up, dw_down) of the expert layer, one expert at a time."""
-    x, weight, w_gate_up, w_down = (t.detach().float().requires_grad_() for t in (x, weight, w_gate_up, w_down))
-    y = (
-        0 * x + 0 * weight.sum() + 0 * w_gate_up.sum() + 0 * w_down.sum()
-    )  # in the graph even when every expert is empty
+def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy, biases=None):
+    """FP32 y and gradients (dx, d_weight, dw_gate_up, dw_down, db_gate_up, db_down) of the expert layer, one expert at a time."""
+    if biases is None:
+        biases = (w_gate_up.new_zeros(w_gate_up.shape[:3]), w_down.new_zeros(w_down.shape[:2]))
+    leaves = [t.detach().float().requires_grad_() for t in (x, weight, w_gate_up, w_down, *biases)]
+    x, weight, w_gate_up, w_down, b_gate_up, b_down = leaves
+    y = 0 * x + sum(0 * leaf.sum() for leaf in leaves)  # in the graph even when every expert is empty
     for e in range(w_down.shape[0]):
         token, slot = (expert_TxK == e).nonzero(as_tuple=True)
         if len(token) == 0:
             continue
-        gate = x[token] @ w_gate_up[e, 0].T
-        up = x[token] @ w_gate_up[e, 1].T
-        out = activation(name, gate, up) @ w_down[e].T
+        gate = x[token] @ w_gate_up[e, 0].T + b_gate_up[e, 0]
+        up = x[token] @ w_gate_up[e, 1].T + b_gate_up[e, 1]
+        out = activation(name, gate, up) @ w_down[e].T + b_down[e]
         y = y.index_add(0, token, out * weight[token, slot, None])
     y.backward(dy.float())
-    return y.detach(), x.grad, weight.grad, w_gate_up.grad, w_down.grad
+    return y.detach(), *(leaf.grad for leaf in leaves)
 
 
 def relative(out: torch.Tensor, ref: torch.Tensor) -> float:

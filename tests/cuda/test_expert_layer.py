@@ -69,27 +69,32 @@ def build(name):
         "w_gate_up": (2 * randn(experts, 2, f, d) / d**0.5).bfloat16(),
         "w_down": (randn(experts, d, f) / f**0.5).bfloat16(),
         "dy": randn(tokens, d).bfloat16(),
+        "biases": (0.3 * randn(experts, 2, f), 0.3 * randn(experts, d)),
     }  # fmt: skip
 
 
-def run(case, recompute=False, accumulate_into=None):
+def run(case, recompute=False, accumulate_into=None, ways=None, biased=False):
     """Schedule, forward and backward on dirty memory. Returns a dict of tensors."""
-    layer = c_api.Layer(case["tokens"], case["top_k"], case["experts"], case["d"], case["f"], case["act"], recompute)
+    layer = c_api.Layer(
+        case["tokens"], case["top_k"], case["experts"], case["d"], case["f"], case["act"], recompute, ways=ways
+    )
+    biases = case["biases"] if biased else None
     plan = layer.schedule(case["expert"], layer.new_plan())
     y, dx = (c_api._dirty(case["x"].shape, torch.bfloat16) for _ in range(2))
     gate_up = c_api._dirty((2, layer.rows, case["f"]), torch.bfloat16)
     layer.soil()
-    layer.forward(case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], y, gate_up)
+    layer.forward(case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], y, gate_up, biases)
     d_weight = c_api._dirty(case["weight"].shape, torch.float32)
     if accumulate_into is None:
-        dws = [c_api._dirty(case[n].shape, torch.float32) for n in ("w_gate_up", "w_down")]
+        shapes = [case[n].shape for n in ("w_gate_up", "w_down")] + [b.shape for b in case["biases"]]
+        dws = [c_api._dirty(shape, torch.float32) for shape in shapes]
     else:
         dws = [t.clone() for t in accumulate_into]
     layer.soil()
     saved = None if recompute else gate_up
     layer.backward(
-        case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], saved, dx, d_weight, *dws,
-        accumulate=accumulate_into is not None,
+        case["x"], case["weight"], case["dy"], plan, case["w_gate_up"], case["w_down"], saved, dx, d_weight, *dws[:2],
+        accumulate=accumulate_into is not None, biases=biases, bias_gradients=dws[2:] if biased else None,
     )  # fmt: skip
     torch.cuda.synchronize()
     return {
@@ -100,16 +105,20 @@ def run(case, recompute=False, accumulate_into=None):
         "d_weight": d_weight,
         "dw_gate_up": dws[0],
         "dw_down": dws[1],
+        **({"db_gate_up": dws[2], "db_down": dws[3]} if biased else {}),
     }
 
 
 def errors(case, out) -> dict:
     """Relative norms per tensor, and the worst over experts for weight gradients."""
-    y, dx, d_weight, dw_gate_up, dw_down = oracle.layer(
-        case["act"], case["x"], case["weight"], case["expert"], case["w_gate_up"], case["w_down"], case["dy"]
+    biases = case["biases"] if "db_down" in out else None
+    y, dx, d_weight, *gradients = oracle.layer(
+        case["act"], case["x"], case["weight"], case["expert"], case["w_gate_up"], case["w_down"], case["dy"], biases
     )
     found = {name: oracle.relative(out[name], ref) for name, ref in (("y", y), ("dx", dx), ("d_weight", d_weight))}
-    for name, ref in (("dw_gate_up", dw_gate_up), ("dw_down", dw_down)):
+    for name, ref in zip(("dw_gate_up", "dw_down", "db_gate_up", "db_down"), gradients, strict=True):
+        if name not in out:
+            continue
         per_expert = [oracle.relative(out[name][e], ref[e]) for e in range(case["experts"])]
         found[name] = max(per_expert, key=lambda v: float("inf") if v != v else v)
     return found
@@ -136,11 +145,49 @@ def test_two_runs_on_dirty_memory_and_recompute_give_equal_bits(case):
         assert torch.equal(first[name], third[name]), f"{name} with recompute"
 
 
-def test_padded_rows_of_gate_and_up_are_zero(case):
-    out = run(case)
-    padded = out["plan"].slot_M < 0
-    end = int((out["plan"].start_E + (out["plan"].count_E + 127) // 128 * 128).max())
-    assert (out["gate_up"][:, :end][:, padded[:end]] == 0).all()
+@pytest.mark.parametrize("name", ["issue_sizes", "one_expert", "all_empty", "top_k"])
+def test_biases_match_the_fp32_oracle_and_continue(name):
+    case = build(name)
+    out, again = run(case, biased=True), run(case, biased=True, recompute=True)
+    found = errors(case, out)
+    assert {"db_gate_up", "db_down"} <= set(found)
+    assert all(v <= BF16_TOLERANCE for v in found.values()), found
+    names = ("dw_gate_up", "dw_down", "db_gate_up", "db_down")
+    for tensor in ("y", "dx", "d_weight", *names):
+        assert torch.equal(out[tensor], again[tensor]), tensor
+    start = [torch.randn_like(out[n]) for n in names]
+    sums = run(case, accumulate_into=start, biased=True)
+    for tensor, before in zip(names, start, strict=True):
+        assert oracle.relative(sums[tensor], before + out[tensor]) < 1e-5, tensor
+
+
+@pytest.mark.parametrize("kind", [k for k in c_api.KINDS if len(c_api.WAYS_OF[k]) > 1])
+def test_every_way_of_a_product_gives_equal_bits(case, kind):
+    start = [torch.randn(case[n].shape, device="cuda") for n in ("w_gate_up", "w_down")]
+    start += [torch.zeros_like(b) for b in case["biases"]]
+    runs = []
+    for way in c_api.ways_of(kind, case["top_k"]):
+        runs.append([run(case, ways={kind: way}), run(case, ways={kind: way}, accumulate_into=start, biased=True)])
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            for name in ("y", "gate_up", "dx", "d_weight", "dw_gate_up", "dw_down"):
+                rows = written_rows(a["plan"])
+                x, y = (a[name][:, rows], b[name][:, rows]) if name == "gate_up" else (a[name], b[name])
+                assert torch.equal(x, y), name
+
+
+def written_rows(plan):
+    """Rows of experts, with their padding up to a multiple of 64: nobody reads what follows."""
+    spans = [(s, s + (c + 63) // 64 * 64) for s, c in zip(plan.start_E.tolist(), plan.count_E.tolist(), strict=True)]
+    return torch.cat([torch.arange(a, b, device="cuda") for a, b in spans])
+
+
+@pytest.mark.parametrize("ways", [{"gate_up": w} for w in c_api.WAYS_OF["gate_up"]], ids=str)
+def test_padded_rows_of_gate_and_up_are_zero(case, ways):
+    out = run(case, ways=ways)
+    rows = written_rows(out["plan"])
+    padding = rows[out["plan"].slot_M[rows] < 0]
+    assert (out["gate_up"][:, padding] == 0).all()
 
 
 def test_accumulation_continues_from_the_buffer_and_leaves_empty_experts_alone(case):
@@ -189,6 +236,10 @@ def test_bad_shapes_are_refused_by_name():
     with pytest.raises(RuntimeError, match="width is 132, must be a positive multiple of 8"):
         layer.forward(*args)
     layer.shape.width = case["f"]
+    layer.shape.way[c_api.KINDS.index("down")] = c_api.WAYS.index("gathered")
+    with pytest.raises(RuntimeError, match="way 2 is not one that the down product of this shape has"):
+        layer.forward(*args)
+    layer.shape.way[c_api.KINDS.index("down")] = 0
     layer.shape.rows += 1
     with pytest.raises(RuntimeError, match="rows is .* must be a multiple of 128"):
         layer.forward(*args)

@@ -20,6 +20,7 @@ struct Worker {
   bool running = false;
   std::string waiting_for;
   std::deque<std::function<void()>> uncommitted;
+  std::vector<std::function<void()>> gathers;  // since the last gather_arrive
   std::deque<std::vector<std::function<void()>>> stores;  // committed groups not yet done
 };
 
@@ -226,6 +227,19 @@ void cluster_sync() {
 void copy_in(std::function<void()> action) {
   std::unique_lock<std::mutex> lock(engine->mutex);
   engine->copies.push_back(std::move(action));
+}
+
+void gather(std::function<void()> action) { engine->workers[self].gathers.push_back(std::move(action)); }
+
+void gather_arrive(uint32_t address) {
+  const int at = block();
+  copy_in([at, address, actions = std::move(engine->workers[self].gathers)] {  // landing: the lock is held
+    for (auto& action : actions) action();
+    Barrier& bar = barrier_at(at, address);
+    if (--bar.pending < 0) fail("too many arrivals on the barrier at " + std::to_string(address));
+    settle(bar);
+  });
+  engine->workers[self].gathers.clear();
 }
 
 void copy_out(std::function<void()> action) { engine->workers[self].uncommitted.push_back(std::move(action)); }

@@ -42,6 +42,10 @@ void cluster_sync();
 
 // Runs `action` some time before its bytes are counted on the barrier of `block`.
 void copy_in(std::function<void()> action);
+// Copies of this thread that count on no barrier themselves: queued until gather_arrive, which makes one arrival on the barrier of this
+// block some time after them.
+void gather(std::function<void()> action);
+void gather_arrive(uint32_t address);
 // Stores of this thread: queued until its commit, then done at any time; wait_stores returns when at most `pending` are left.
 void copy_out(std::function<void()> action);
 void commit_stores();

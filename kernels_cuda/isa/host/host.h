@@ -62,6 +62,18 @@ struct Host {
   static void fence_async_shared() {}
   static void fence_async_all() {}
 
+  // --- gathers: a lane's copies since its last arrival land together with the next one ---
+  static void gather_vector(uint32_t dst, const uint8_t* src, uint32_t bytes) {
+    const int block = host::block();
+    std::memset(host::shared(block, dst, 16), 0xFF, 16);  // unreadable until it lands
+    host::gather([=] {
+      uint8_t* to = host::shared(block, dst, 16);
+      std::memset(to, 0, 16);
+      if (bytes > 0) std::memcpy(to, src, bytes);
+    });
+  }
+  static void gather_arrive(uint32_t bar) { host::gather_arrive(bar); }
+
   // --- tensor cores ---
   static void mma_fence() {}
   static void mma_commit() {
@@ -71,13 +83,13 @@ struct Host {
   static void mma_wait() {
     warpgroup("mma_wait", kPending, nullptr, [](void**) { host::wait_products(warpgroup_index(), kPending); });
   }
-  template <bool kMnMajorA, bool kMnMajorB, int kCount>
+  template <int kN, bool kMnMajorA, bool kMnMajorB, int kCount>
   static void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block();
     warpgroup("mma", desc_a * 31 + desc_b, acc, [=](void** data) {
       std::vector<float*> accs(128);
       for (int t = 0; t < 128; ++t) accs[t] = static_cast<float*>(data[t]);
-      host::queue_product(warpgroup_index(), [=] { product(block, accs, 2 * kCount, desc_a, kMnMajorA, desc_b, kMnMajorB); });
+      host::queue_product(warpgroup_index(), [=] { product(block, accs, kN, desc_a, kMnMajorA, desc_b, kMnMajorB); });
     });
   }
   template <int kRegisters>
@@ -95,6 +107,24 @@ struct Host {
     uint32_t* values;
   };
   static void store_matrices(uint32_t address, const uint32_t (&r)[4]) { move_matrices("stmatrix", address, const_cast<uint32_t*>(r)); }
+  static void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    // Lane 4 i + j holds row i, columns 2 j and 2 j + 1, of each matrix; first the lanes exchange them for the transposes.
+    uint32_t flipped[4];
+    uint32_t* pair[2] = {const_cast<uint32_t*>(r), flipped};
+    warp("stmatrix.trans", 0, pair, [](void** data) {
+      auto half = [&](int lane, int matrix, int column) {
+        return static_cast<uint32_t**>(data[lane])[0][matrix] >> (16 * column) & 0xffffu;
+      };
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, column = 2 * (lane % 4);  // of the transpose: element (row, column) is (column, row) of the matrix
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const uint32_t lo = half(4 * column + row / 2, matrix, row % 2), hi = half(4 * (column + 1) + row / 2, matrix, row % 2);
+          static_cast<uint32_t**>(data[lane])[1][matrix] = lo | hi << 16;
+        }
+      }
+    });
+    move_matrices("stmatrix", address, flipped);
+  }
   static void load_matrices(uint32_t address, uint32_t (&r)[4]) { move_matrices("ldmatrix", address, r); }
   static void store_float2(uint32_t address, float a, float b) {
     const float v[2] = {a, b};
@@ -105,6 +135,12 @@ struct Host {
     std::memcpy(v, host::shared(host::block(), address, 8), 8);
     a = v[0];
     b = v[1];
+  }
+  static void store_word(uint32_t address, uint32_t x) { std::memcpy(host::shared(host::block(), address, 4), &x, 4); }
+  static uint32_t load_word(uint32_t address) {
+    uint32_t x;
+    std::memcpy(&x, host::shared(host::block(), address, 4), 4);
+    return x;
   }
   struct Vector {
     uint32_t x, y, z, w;

@@ -1,0 +1,97 @@
+// The gathering warp: brings rows of tokens (operand A of kGateUp) straight from x into the ring, so that no dispatched copy of them
+// is needed. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four rows of 128 bytes an
+// instruction, into the same swizzled panels. gemm_ring.h says how stages are counted, gemm_roles.h what happens to the rest.
+#pragma once
+
+#include "gemm_ring.h"
+
+namespace moe {
+
+// The part of an instruction that depends on the lane alone: it copies piece lane % 8 of row 4 i + lane / 8 in instruction i.
+template <class Isa>
+struct GatherLane {
+  uint32_t lane, row, piece;
+  uint32_t offset[2];  // in a panel, for even and odd instructions: the swizzle has a period of 8 rows
+  MOE_FN GatherLane() : lane(Isa::lane_index()), row(lane / 8), piece(lane % 8) {
+    offset[0] = panel_offset(row, piece);
+    offset[1] = panel_offset(row + 4, piece) - 4 * kPanelRowBytes;
+  }
+  MOE_FN uint32_t address(uint32_t panel, int instruction) const {
+    return panel + offset[instruction % 2] + static_cast<uint32_t>(instruction) * 4 * kPanelRowBytes;
+  }
+};
+
+// One task: up to 128 rows, 64 columns of K at a time. Which rows they are is the same for every K block. Rows past
+// the expert's count read the first token: rows of a product do not meet, and the epilogue writes zeros for them.
+template <class Isa, class Config, class Arguments>
+MOE_FN void gather_rows(const Task& tile, int k_blocks, const Arguments& args, Ring<Isa, Config>& ring) {
+  constexpr int kInstructions = Config::kTileM / 4;
+  const GatherLane<Isa> mine;
+  uint32_t offset[kInstructions];  // bytes from the start of the tokens
+  MOE_UNROLL
+  for (int q = 0; q < Config::kTileM / 32; ++q) {
+    const int row = 32 * q + static_cast<int>(mine.lane);
+    const int slot = row < tile.rows ? args.slot_M[tile.row0 + row] : 0;
+    const int token = slot / args.top_k;
+    MOE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      offset[8 * q + i] = (static_cast<uint32_t>(Isa::shuffle(token, 4 * i + mine.row)) * static_cast<uint32_t>(args.gather_vectors) + mine.piece) * 16u;
+    }
+  }
+  const bool two_panels = tile.rows > 64;
+  const int whole_blocks = args.gather_vectors / 8;  // the last block may stand over the end of a row
+  const uint8_t* from = args.gather;
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+    const uint32_t dst = ring.data();
+    auto gather_panel = [&](int p, uint32_t size) {
+      MOE_UNROLL
+      for (int i = 0; i < kInstructions / 2; ++i) {
+        const int at = kInstructions / 2 * p + i;
+        Isa::gather_vector(mine.address(dst, at), from + offset[at], size);
+      }
+    };
+    if (kb < whole_blocks) {
+      gather_panel(0, 16);
+      if (two_panels) gather_panel(1, 16);
+    } else {
+      const bool inside = 8 * kb + static_cast<int>(mine.piece) < args.gather_vectors;
+      MOE_UNROLL
+      for (int i = 0; i < kInstructions; ++i) {
+        Isa::gather_vector(mine.address(dst, i), inside ? from + offset[i] : args.gather, inside ? 16u : 0u);
+      }
+    }
+    Isa::gather_arrive(ring.full());
+    from += 128;
+    ring.advance();
+  }
+}
+
+// Stages that others fill: the warp arrives all the same, as it could otherwise fall two phases behind and wait for ever.
+template <class Isa, class Config>
+MOE_FN void follow(int stages, Ring<Isa, Config>& ring) {
+  MOE_NO_UNROLL
+  for (int i = 0; i < stages; ++i) {
+    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+    Isa::barrier_arrive(ring.full());
+    ring.advance();
+  }
+}
+
+// Gathering warp, one task: the K blocks of operand A.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void gather_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const int k_blocks = task_k_blocks<kKind>(task, args);
+  wait_ready<Isa>(tile, args);
+  if (can_gather(kKind) && args.gather != nullptr) {
+    gather_rows<Isa, Config>(tile, k_blocks, args, ring);
+  } else {
+    if (is_wgrad(kKind) && args.accumulate) follow(Config::kColumns64, ring);
+    follow(k_blocks, ring);
+  }
+  follow(drain_stages<Config>(kKind), ring);
+}
+
+}  // namespace moe
