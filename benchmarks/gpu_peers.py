@@ -82,10 +82,18 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
 
 
+def _leaves(p) -> tuple[torch.Tensor, ...]:
+    """x_TxD, weight_TxK, gate and up as one matrix (E x 2F x D), w_down: what most packages take."""
+    return _leaf(p.x), _leaf(p.weight), _leaf(p.w_gate_up.view(p.experts, 2 * p.f, p.d)), _leaf(p.w_down)
+
+
+def _gradients(x, weight, dw_gate_up, w_down) -> dict[str, torch.Tensor]:
+    return {"dx": x.grad, "d_weight": weight.grad, "dw_gate_up": dw_gate_up, "dw_down": w_down.grad}
+
+
 def torch_grouped(p) -> Peer:
     """The usual composition around torch._grouped_mm: sort, gather, two grouped products, SwiGLU, weighted sum over slots."""
-    x, weight = _leaf(p.x), _leaf(p.weight)
-    w_gate_up, w_down = _leaf(p.w_gate_up.view(p.experts, 2 * p.f, p.d)), _leaf(p.w_down)
+    leaves = x, weight, w_gate_up, w_down = _leaves(p)
 
     def layer():
         flat = p.expert.view(-1)
@@ -98,11 +106,8 @@ def torch_grouped(p) -> Peer:
         return (out[back].view(p.tokens, p.top_k, p.d) * weight[..., None]).sum(1).to(x.dtype)
 
     def gradients():
-        return {
-            "dx": x.grad, "d_weight": weight.grad, "dw_gate_up": w_gate_up.grad.view(p.w_gate_up.shape), "dw_down": w_down.grad
-        }  # fmt: skip
+        return _gradients(x, weight, w_gate_up.grad.view(p.w_gate_up.shape), w_down)
 
-    leaves = (x, weight, w_gate_up, w_down)
     return _autograd_peer(
         f"torch-grouped_mm-{torch.__version__}", "BF16 weight gradients", layer, leaves, p.dy, gradients
     )
@@ -125,19 +130,16 @@ def liger_triton(p) -> Peer:
     from liger_kernel.ops import fused_moe, fused_moe_kernels
 
     _quick_tuning(fused_moe_kernels)
-    x, weight = _leaf(p.x), _leaf(p.weight)
-    w_gate_up, w_down = _leaf(p.w_gate_up.view(p.experts, 2 * p.f, p.d)), _leaf(p.w_down)
+    leaves = x, weight, w_gate_up, w_down = _leaves(p)
 
     def layer():
         return fused_moe.LigerFusedMoEFunction.apply(x, w_gate_up, w_down, p.expert, weight)
 
     def gradients():
-        return {
-            "dx": x.grad, "d_weight": weight.grad, "dw_gate_up": w_gate_up.grad.view(p.w_gate_up.shape), "dw_down": w_down.grad
-        }  # fmt: skip
+        return _gradients(x, weight, w_gate_up.grad.view(p.w_gate_up.shape), w_down)
 
     name = f"liger-triton-{importlib.metadata.version('liger-kernel')}"
-    return _autograd_peer(name, "BF16 weight gradients", layer, (x, weight, w_gate_up, w_down), p.dy, gradients)
+    return _autograd_peer(name, "BF16 weight gradients", layer, leaves, p.dy, gradients)
 
 
 def _start_liger_cute() -> None:
@@ -157,7 +159,10 @@ def _start_liger_cute() -> None:
 
 
 def liger_cute(p) -> Peer:
-    """LigerCute on one rank: its persistent expert-parallel kernels with nobody to talk to. Combine weights are BF16."""
+    """LigerCute on one rank: its persistent expert-parallel kernels with nobody to talk to. Combine weights are BF16.
+
+    Measured with NVSHMEM_SYMMETRIC_SIZE=20G and LIGER_MOE_SM90_NONRDC=1, which lets it use the module it ships for Mixtral.
+    """
     _start_liger_cute()
     from liger_cute_kernels import nvshmem, tvm_ffi
     from liger_kernel.ops.cute.ops import moe
@@ -172,9 +177,7 @@ def liger_cute(p) -> Peer:
         return moe.moe_fused(x, p.expert, weight, w_gate, w_up, w_down, p.experts, p.top_k)
 
     def gradients():
-        return {
-            "dx": x.grad, "d_weight": weight.grad, "dw_gate_up": torch.stack((w_gate.grad, w_up.grad), 1), "dw_down": w_down.grad
-        }  # fmt: skip
+        return _gradients(x, weight, torch.stack((w_gate.grad, w_up.grad), 1), w_down)
 
     name = f"liger-cute-{importlib.metadata.version('liger-cute-kernels')}"
     notes = "BF16 weight gradients and combine weights"
@@ -219,8 +222,7 @@ def sonic_moe(p) -> Peer:
         )
 
     def gradients():
-        dw_gate_up = w_gate_up.grad.view(p.experts, p.f, 2, p.d).transpose(1, 2)
-        return {"dx": x.grad, "d_weight": weight.grad, "dw_gate_up": dw_gate_up, "dw_down": w_down.grad}
+        return _gradients(x, weight, w_gate_up.grad.view(p.experts, p.f, 2, p.d).transpose(1, 2), w_down)
 
     name = f"sonic-moe-{importlib.metadata.version('sonic-moe')}"
     quack_version = importlib.metadata.version("quack-kernels")
