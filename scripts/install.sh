@@ -52,15 +52,18 @@ if [ "$step" = deps ]; then
   fi
 else
   options=(-C "build-dir=build/$(basename "$venv")")
+  cuda=OFF
   if wants_cuda; then
     if ! command -v nvcc >/dev/null && ! [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
       [ "${MOEJAX_CUDA:-auto}" = auto ] || { echo "moejax: no nvcc found on PATH or under ${CUDA_HOME:-/usr/local/cuda}: install the CUDA toolkit 13.0 or newer" >&2; exit 1; }
       echo "A GPU is visible but nvcc is not: building without CUDA kernels (install the CUDA toolkit 13.0 or newer, then: make cuda)"
     else
-      options+=(-C cmake.define.MOEJAX_CUDA=ON)
+      cuda=ON
       touch "$venv/.cuda"
     fi
   fi
+  # Always said, or CMake's cache would answer with what the last build in this folder was told.
+  options+=(-C "cmake.define.MOEJAX_CUDA=$cuda")
   echo "Building and installing moejax into $venv"
   # Without isolation the build is incremental and uses the locked tools; PYTHONPATH puts the old headers first.
   PYTHONPATH="$PWD/$headers" pip install -qq --no-build-isolation --no-deps "${options[@]}" -e .
