@@ -38,8 +38,8 @@ struct ForwardBuffers {
   RowsIn x;                       // T x D or M x D
   const float* weight = nullptr;  // T x K
   RowsOut y;                      // T x D, in the dtype of x; unused with top_k = 0
-  RowsOut y_rows;                 // M x D in the compute dtype: a workspace, or with top_k = 0 the result (zero in padding)
-  RowsOut saved;                  // M x 2F gate and up in the compute dtype, or null; padding is not written (and never read)
+  RowsOut y_rows;                 // compute dtype: with top_k = 0 the result, M x D (zero in padding), else a workspace, T K x D
+  RowsOut saved;                  // gate and up in the compute dtype, packed: T K x 2F, with top_k = 0 M x 2F; or null
 };
 void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers);
 
@@ -52,7 +52,7 @@ struct BackwardBuffers {
   Matrices down_down;             // down with blocks along D
   Format wgrad = Format::kFp32;   // what the weight-gradient products round their operands to
   RowsOut dx;                     // T x D in the dtype of x; unused with top_k = 0
-  RowsOut dx_rows;                // M x D in the compute dtype: a workspace, or the result
+  RowsOut dx_rows;                // like y_rows
   float* d_weight = nullptr;      // T x K or M; zero for slots without a row and in padding
   float* dw_gate_up = nullptr;    // E x 2F x D
   float* dw_down = nullptr;       // E x D x F
@@ -70,8 +70,9 @@ constexpr int64_t FloatsPerTile(int64_t d_model, int64_t width) {
 }
 
 // y_t = sum over slots in slot order, in FP32, of weight * row; rounded once. Slots without a row add nothing. weight may be null (1).
-void Combine(Pool& pool, const RowsIn& rows, const float* weight_TxK, const int32_t* row_TxK, int64_t tokens, int64_t top_k,
-             int64_t width, const RowsOut& out);
+// padding: `PaddingBefore` where rows are packed, or null.
+void Combine(Pool& pool, const RowsIn& rows, const int64_t* padding, const float* weight_TxK, const int32_t* row_TxK, int64_t tokens,
+             int64_t top_k, int64_t width, const RowsOut& out);
 
 // Grouped products on rows, for `grouped_matmul` and its tests. FP32 or BF16 rows, FP32 accumulation; padding of y is zero.
 // y[r] = x[r] W_e^T (transposed: W is E x N x K) or x[r] W_e (W is E x K x N) for the rows r of expert e.

@@ -58,7 +58,7 @@ void BackwardTile(const Layer& layer, const BackwardBuffers& buffers, const Wind
   };
 
   if (buffers.saved.data != nullptr) {
-    for (int64_t i = 0; i < rows; ++i) ReadRow(buffers.saved, tile.first_row + i, 2 * F, false, gate_up + i * 2 * F);
+    for (int64_t i = 0; i < rows; ++i) ReadRow(buffers.saved, tile.packed_row + i, 2 * F, false, gate_up + i * 2 * F);
   } else if (mx) {
     std::memcpy(rounded, x, static_cast<size_t>(rows * D) * sizeof(float));
     GateUp(layer, tile, rounded, gate_up);
@@ -91,7 +91,7 @@ void BackwardTile(const Layer& layer, const BackwardBuffers& buffers, const Wind
   }
 
   Product(row_operand(d_gate_up, 2 * F), rows, buffers.gate_up_down, tile.expert, dx);
-  for (int64_t i = 0; i < rows; ++i) WriteRow(dx + i * D, tile.first_row + i, D, buffers.dx_rows);
+  for (int64_t i = 0; i < rows; ++i) WriteRow(dx + i * D, ResultRow(layer, tile) + i, D, buffers.dx_rows);
 
   RoundForWgrad(buffers.wgrad, x, rows, D);
   RoundForWgrad(buffers.wgrad, dy, rows, D);
@@ -196,8 +196,7 @@ void MoeBackward(Pool& pool, const Layer& layer, const BackwardBuffers& buffers)
   if (layer.shape.top_k == 0) {
     ZeroPadding(pool, layer.groups, D, buffers.dx_rows);
   } else {
-    Combine(pool, {buffers.dx_rows.data, buffers.dx_rows.format}, nullptr, layer.row_TxK, layer.shape.tokens, layer.shape.top_k, D,
-            buffers.dx);
+    CombinePacked(pool, layer, buffers.dx_rows, nullptr, buffers.dx);
   }
 }
 

@@ -60,7 +60,7 @@ void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers) {
     GateUp(layer, tile, x, gate_up);
     for (int64_t i = 0; i < tile.rows; ++i) {
       const float* row = gate_up + i * 2 * F;
-      if (buffers.saved.data != nullptr) WriteRow(row, tile.first_row + i, 2 * F, buffers.saved);
+      if (buffers.saved.data != nullptr) WriteRow(row, tile.packed_row + i, 2 * F, buffers.saved);
       Vector().activate(layer.act, row, row + F, h + i * F, F);
       if (layer.recipe != Recipe::kFp32) Vector().round_bf16(h + i * F, F);
     }
@@ -68,19 +68,24 @@ void MoeForward(Pool& pool, const Layer& layer, const ForwardBuffers& buffers) {
     ProductWithTranspose(h, tile.rows, layer.down, tile.expert, y);
     for (int64_t i = 0; i < tile.rows; ++i) {
       if (layer.b_down != nullptr) Vector().add(layer.b_down + Offset(tile.expert, D), y + i * D, D);
-      WriteRow(y + i * D, tile.first_row + i, D, buffers.y_rows);
+      WriteRow(y + i * D, ResultRow(layer, tile) + i, D, buffers.y_rows);
     }
   });
   if (layer.shape.top_k == 0) {
     ZeroPadding(pool, layer.groups, D, buffers.y_rows);
   } else {
-    Combine(pool, {buffers.y_rows.data, buffers.y_rows.format}, buffers.weight, layer.row_TxK, layer.shape.tokens, layer.shape.top_k, D,
-            buffers.y);
+    CombinePacked(pool, layer, buffers.y_rows, buffers.weight, buffers.y);
   }
 }
 
-void Combine(Pool& pool, const RowsIn& rows, const float* weight_TxK, const int32_t* row_TxK, int64_t tokens, int64_t top_k,
-             int64_t width, const RowsOut& out) {
+void CombinePacked(Pool& pool, const Layer& layer, const RowsOut& rows, const float* weight, const RowsOut& out) {
+  const std::vector<int64_t> padding = PaddingBefore(layer.groups);
+  Combine(pool, {rows.data, rows.format}, padding.data(), weight, layer.row_TxK, layer.shape.tokens, layer.shape.top_k,
+          layer.shape.d_model, out);
+}
+
+void Combine(Pool& pool, const RowsIn& rows, const int64_t* padding, const float* weight_TxK, const int32_t* row_TxK, int64_t tokens,
+             int64_t top_k, int64_t width, const RowsOut& out) {
   ParallelFor(pool, CeilDiv(tokens, kTokensPerTask), [&](int64_t task) {
     float* total = Scratch(0, width);
     const int64_t last = std::min((task + 1) * kTokensPerTask, tokens);
@@ -89,7 +94,8 @@ void Combine(Pool& pool, const RowsIn& rows, const float* weight_TxK, const int3
       for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
         if (row_TxK[slot] < 0) continue;
         const float weight = weight_TxK == nullptr ? 1.0f : weight_TxK[slot];
-        const int64_t at = Offset(row_TxK[slot], width);
+        const int64_t row = row_TxK[slot];
+        const int64_t at = Offset(padding == nullptr ? row : row - padding[row / kTile], width);
         if (rows.format == Format::kBf16) {
           Vector().add_scaled_bf16(weight, static_cast<const uint16_t*>(rows.data) + at, total, width);
         } else {

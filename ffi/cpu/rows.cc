@@ -31,14 +31,26 @@ void DecodeRow(const Matrices& w, int64_t e, int64_t row, int64_t first, int64_t
 
 std::vector<Tile> Tiles(const Groups& groups) {
   std::vector<Tile> tiles;
+  int64_t packed = 0;
   for (int64_t e = 0; e < groups.experts; ++e) {
     for (int64_t done = 0; done < groups.count[e];) {
       const int64_t left = groups.count[e] - done, rows = left <= kMaxTile ? left : kTile;
-      tiles.push_back({e, groups.start[e] + done, rows});
+      tiles.push_back({e, groups.start[e] + done, rows, packed + done});
       done += rows;
     }
+    packed += groups.count[e];
   }
   return tiles;
+}
+
+std::vector<int64_t> PaddingBefore(const Groups& groups) {
+  std::vector<int64_t> padding(CeilDiv(groups.rows, kTile), 0);
+  int64_t packed = 0;
+  for (int64_t e = 0; e < groups.experts; ++e) {
+    for (int64_t done = 0; done < groups.count[e]; done += kTile) padding[(groups.start[e] + done) / kTile] = groups.start[e] - packed;
+    packed += groups.count[e];
+  }
+  return padding;
 }
 
 void ReadRow(const RowsIn& in, int64_t row, int64_t width, bool bf16, float* out) {

@@ -14,10 +14,14 @@ struct Tile {
   int64_t expert;
   int64_t first_row;
   int64_t rows;
+  int64_t packed_row;  // of the first row, where no padding lies between the experts
 };
 
 // Tiles in row order. Experts without rows have none.
 std::vector<Tile> Tiles(const Groups& groups);
+
+// Rows of padding that lie before each block of 128 rows: row r of a group is packed row r - padding[r / 128].
+std::vector<int64_t> PaddingBefore(const Groups& groups);
 
 // Row `row` of an array as FP32, rounded to BF16 on the way if `bf16`.
 void ReadRow(const RowsIn& in, int64_t row, int64_t width, bool bf16, float* out);

@@ -42,7 +42,16 @@ void CheckAttributes(Checker& check, const LayerAttributes& attributes) {
                 "attribute limit is " + std::to_string(attributes.limit) + "; a clamped activation needs a positive limit");
 }
 
-// Sizes, from the arguments that define them: E, F and D from w_down, M from y_rows or dx_rows, T and K from the row indices.
+// Rows of the schedule (M), and rows of buffers in which they lie packed.
+int64_t RowsOf(const LayerAttributes& attributes, const LayerArguments& arguments) {
+  return DimOf(attributes.top_k == 0 ? arguments.x : arguments.slot_M, 0);
+}
+Dim PackedRowsOf(const LayerAttributes& attributes, const LayerArguments& arguments, const cpu::LayerShape& shape) {
+  if (attributes.top_k == 0) return {"M", DimOf(arguments.x, 0)};
+  return {"T K", shape.tokens * shape.top_k};
+}
+
+// Sizes, from the arguments that define them: E, F and D from w_down, T and K from the row indices.
 cpu::LayerShape ShapeOf(const LayerAttributes& attributes, const LayerArguments& arguments, const AnyBuffer& down) {
   cpu::LayerShape shape;
   shape.tokens = attributes.top_k == 0 ? 0 : DimOf(arguments.row_TxK, 0);
@@ -135,9 +144,10 @@ ffi::Error Forward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer weight, A
   check.Array("w_down", down, {down.element_type()}, {{"E"}, {"D"}, {"F"}}, kInt32Max);
   if (!check.ok()) return check.error();
   const cpu::LayerShape shape = ShapeOf(attributes, arguments, down);
-  const int64_t experts = DimOf(down, 0), rows = DimOf(*y_rows, 0), D = shape.d_model, F = shape.width;
+  const int64_t experts = DimOf(down, 0), rows = RowsOf(attributes, arguments), D = shape.d_model, F = shape.width;
   CheckWeights(check, weights, shape, experts, recipe, false, "w_gate_up", "w_down");
-  check.Array("y_rows", *y_rows, {ComputeDtype(recipe)}, {{"M", rows}, {"D", D}}, kInt32Max);
+  const Dim packed = PackedRowsOf(attributes, arguments, shape);
+  check.Array("y_rows", *y_rows, {ComputeDtype(recipe)}, {packed, {"D", D}}, kInt32Max);
   CheckLayer(check, attributes, arguments, shape, experts, rows);
   if (top_k == 0) {
     check.Array("y", *y, {x.element_type()}, {{"0", 0}});
@@ -145,7 +155,7 @@ ffi::Error Forward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer weight, A
   } else {
     check.Array("y", *y, {x.element_type()}, {{"T", shape.tokens}, {"D", D}});
   }
-  check.Optional("saved", *saved, {ComputeDtype(recipe)}, {{"M", rows}, {"2F", 2 * F}});
+  check.Optional("saved", *saved, {ComputeDtype(recipe)}, {packed, {"2F", 2 * F}});
   if (!check.ok()) return check.error();
 
   AdviseHugePages(*saved);
@@ -189,7 +199,7 @@ ffi::Error Backward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer dy, AnyB
   check.Array("w_down_dgrad", down_dgrad, {down_dgrad.element_type()}, {{"E"}, {"D"}, {"F"}}, kInt32Max);
   if (!check.ok()) return check.error();
   const cpu::LayerShape shape = ShapeOf(attributes, arguments, down_dgrad);
-  const int64_t experts = DimOf(down_dgrad, 0), rows = DimOf(*dx_rows, 0), D = shape.d_model, F = shape.width;
+  const int64_t experts = DimOf(down_dgrad, 0), rows = RowsOf(attributes, arguments), D = shape.d_model, F = shape.width;
   CheckWeights(check, dgrad, shape, experts, recipe, true, "w_gate_up_dgrad", "w_down_dgrad");
   // The forward operand of gate_up; its down twin is not needed, so the dgrad one stands in for it in the check.
   if (recipe == 2) {
@@ -198,9 +208,10 @@ ffi::Error Backward(ffi::ThreadPool thread_pool, AnyBuffer x, AnyBuffer dy, AnyB
   } else {
     check.Array("w_gate_up", gate_up, {ComputeDtype(recipe)}, {{"E", experts}, {"2", 2}, {"F", F}, {"D", D}});
   }
-  check.Array("dx_rows", *dx_rows, {ComputeDtype(recipe)}, {{"M", rows}, {"D", D}}, kInt32Max);
+  const Dim packed = PackedRowsOf(attributes, arguments, shape);
+  check.Array("dx_rows", *dx_rows, {ComputeDtype(recipe)}, {packed, {"D", D}}, kInt32Max);
   CheckLayer(check, attributes, arguments, shape, experts, rows);
-  check.Optional("saved", saved, {ComputeDtype(recipe)}, {{"M", rows}, {"2F", 2 * F}});
+  check.Optional("saved", saved, {ComputeDtype(recipe)}, {packed, {"2F", 2 * F}});
   if (top_k == 0) {
     check.Array("dy", dy, {x.element_type()}, {{"M", rows}, {"D", D}});
     check.Array("weight", weight, {DataType::F32}, {{"M", rows}});

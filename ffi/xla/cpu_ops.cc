@@ -111,7 +111,7 @@ ffi::Error CombineImpl(ffi::ThreadPool thread_pool, AnyBuffer rows, AnyBuffer we
   if (!check.ok() || Empty(*y)) return check.error();
   return Run(kTarget, [&] {
     XlaPool pool(thread_pool);
-    cpu::Combine(pool, In(rows), DataOrNull<const float>(weight), row, tokens, top_k, width, Out(*y));
+    cpu::Combine(pool, In(rows), nullptr, DataOrNull<const float>(weight), row, tokens, top_k, width, Out(*y));
   });
 }
 

@@ -10,6 +10,7 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -120,7 +121,7 @@ def mx_quantize(x, axis: int) -> tuple[jax.Array, jax.Array]:
         raise ValueError(
             f"mx_quantize got axis {axis} of an array of shape {x.shape}; blocks run along axis -1, or -2 of a matrix"
         )
-    matrices = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x.reshape(1, 1, -1)
+    matrices = _matrices(x)
     B, R, C = matrices.shape
     codes_shape = (B, R, -(-C // 32)) if axis == -1 else (B, -(-R // 32), C)
     results = [((B, R, C), jnp.float8_e4m3fn), (codes_shape, jnp.uint8)]
@@ -132,11 +133,16 @@ def mx_quantize(x, axis: int) -> tuple[jax.Array, jax.Array]:
 
 def mx_dequantize(elements, codes, axis: int, dtype=jnp.float32) -> jax.Array:
     """Values of what `mx_quantize` made, bit for bit those of `ops/mxfp8.dequantize`."""
-    shape = elements.shape
-    matrices = elements.reshape(-1, *shape[-2:]) if len(shape) > 1 else elements.reshape(1, 1, -1)
-    codes = codes.reshape(matrices.shape[0], *codes.shape[-2:]) if len(shape) > 1 else codes.reshape(1, 1, -1)
+    matrices = _matrices(elements)
     results = [(matrices.shape, dtype)]
-    return _call("moejax_mx_dequantize", results, [matrices, codes], down=axis == -2)[0].reshape(shape)
+    values = _call("moejax_mx_dequantize", results, [matrices, _matrices(codes)], down=axis == -2)[0]
+    return values.reshape(elements.shape)
+
+
+def _matrices(x) -> jax.Array:
+    """All leading axes as one; a vector as a matrix of one row. Spelled out, because -1 stands for no size in an empty array."""
+    shape = (1, 1, *x.shape)[-max(x.ndim, 2) :]
+    return x.reshape(math.prod(shape[:-2]), *shape[-2:])
 
 
 def moe_forward(
@@ -152,15 +158,16 @@ def moe_forward(
       biases: (b_gate_up_Ex2xF, b_down_ExD) FP32, or (None, None).
       save: whether gate and up are returned too.
     Returns:
-      y like x (on rows: in the compute dtype, zero in padding), and gate_up (M, 2F) in the compute dtype or None.
+      y like x (on rows: in the compute dtype, zero in padding), and gate_up (T K, 2F), on rows (M, 2F), in the compute
+      dtype or None: the rows of the groups one after another, without padding.
     """
     on_rows = rows.slot_M is None
-    M, (_, D, F) = x.shape[0] if rows.slot_M is None else rows.slot_M.shape[0], operands.down_ExDxF.shape
+    packed, (_, D, F) = x.shape[0] if on_rows else rows.row_TxK.size, operands.down_ExDxF.shape
     dtype = _compute_dtype(recipe)
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
-        ((M, D), dtype),
-        ((M, 2 * F) if save else (0,), dtype),
+        ((packed, D), dtype),
+        ((packed, 2 * F) if save else (0,), dtype),
     ]
     arguments = [x, _or_absent(weight_TxK, jnp.float32), *_indices(rows), *_biases(biases)]
     arguments += [operands.gate_up_Ex2xFxD, _or_absent(operands.gate_up_codes, jnp.uint8)]
@@ -189,12 +196,12 @@ def moe_backward(
       are none).
     """
     on_rows = rows.slot_M is None
-    M, (E, D, F) = x.shape[0] if rows.slot_M is None else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
+    M, (E, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
     window_tiles = max(1, min(_WINDOW_TILES, M // TILE))
     has_bias = biases[0] is not None
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
-        ((M, D), _compute_dtype(recipe)),
+        ((M if on_rows else rows.row_TxK.size, D), _compute_dtype(recipe)),
         (weight.shape, jnp.float32),
         ((E, 2, F, D), jnp.float32),
         ((E, D, F), jnp.float32),

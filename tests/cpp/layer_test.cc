@@ -76,7 +76,7 @@ Outputs Run(const Problem& p, int threads, int64_t window_tiles, bool save, floa
   const auto nan = [](int64_t n, float value = kNan) { return std::vector<float>(n, value); };
   Outputs out{nan(p.T * p.D), nan(p.T * p.D), nan(p.T), nan(p.E * 2 * p.F * p.D, accumulate_from), nan(p.E * p.D * p.F, accumulate_from),
               nan(p.E * 2 * p.F, accumulate_from), nan(p.E * p.D, accumulate_from)};
-  std::vector<float> y_rows = nan(p.M * p.D), dx_rows = y_rows, saved = nan(p.M * 2 * p.F);
+  std::vector<float> y_rows = nan(p.T * p.K * p.D), dx_rows = y_rows, saved = nan(p.T * p.K * 2 * p.F);
   std::vector<float> window = nan(window_tiles * FloatsPerTile(p.D, p.F));
   ForwardBuffers forward;
   forward.x = {p.x.data(), Format::kFp32};

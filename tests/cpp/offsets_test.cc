@@ -44,7 +44,7 @@ void RowsBeyond31BitsAreReadAndWritten() {
   CHECK(dw[0] == 2.0f * (1.0f + 65.0f * 65.0f), "dw[0][0] is %f", dw[0]);
   std::vector<float> token(kWidth);
   const int32_t row_TxK[1] = {start + 1};
-  Combine(pool, {y, Format::kFp32}, nullptr, row_TxK, 1, 1, kWidth, {token.data(), Format::kFp32});
+  Combine(pool, {y, Format::kFp32}, nullptr, nullptr, row_TxK, 1, 1, kWidth, {token.data(), Format::kFp32});
   CHECK(token[0] == 130.0f, "combine read %f", token[0]);
   munmap(x, bytes);
   munmap(y, bytes);
