@@ -50,6 +50,9 @@ SHAPES = (
     Shape(16, 384, 1536, 1, 2000),  # nothing is a power of two
 )
 PASSES = ("forward", "backward", "step")
+# Before each timed call: XLA frees the temporaries of the call before on a thread of its own, after the results are ready, and giving back
+# a few hundred MB took 6 ms of the next one's time.
+SETTLE_SECONDS = 0.05
 
 
 def moejax_layer(spec, expert, x, weight, w_gate_up, w_down):
@@ -171,6 +174,7 @@ def measure(built: dict[str, dict], iterations: int, slow_iterations: int) -> di
             if "ragged" in impl and iteration >= slow_iterations:
                 continue
             for name in PASSES:
+                time.sleep(SETTLE_SECONDS)
                 start = time.perf_counter()
                 jax.block_until_ready(functions[name]())
                 times[impl][name].append((time.perf_counter() - start) * 1e3)
