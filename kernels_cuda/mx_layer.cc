@@ -1,8 +1,8 @@
 // The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
 // the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
-// x and dY are quantised while they are gathered from their tokens; h, d(gate), d(up) and weight * h where the products before left
-// them. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
+// x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up; d(gate), d(up) and weight * h in passes of their
+// own, which write both orientations from one read. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
 #include "gemm_kernels.h"
 #include "kernel_check.h"
 #include "mx_gemm_kernels.h"
@@ -121,7 +121,7 @@ Operand take_operand(Workspace& w, const LayerShape& s, bool fp8, int64_t width,
   o.fp8 = fp8;
   const int64_t elements = halves * s.rows * width;
   o.data = fp8 ? static_cast<void*>(w.take<uint8_t>(elements)) : static_cast<void*>(w.take<uint16_t>(elements));
-  if (fp8) o.codes = w.take<uint8_t>(halves * s.rows * blocks_of_128(width));  // the larger of both orientations: M is a multiple of 128
+  if (fp8) o.codes = w.take<uint8_t>(2 * halves * s.rows * blocks_of_128(width));  // two bytes: scales of an operand B of a weight gradient
   return o;
 }
 
@@ -191,7 +191,7 @@ ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool s
   ForwardMemory m;
   m.x = take_operand(w, s, fp8, s.d_model);
   m.h_operand = take_operand(w, s, fp8, s.width);
-  m.h_MxF = w.take<uint16_t>(s.rows * s.width);
+  m.h_MxF = fp8 ? nullptr : w.take<uint16_t>(s.rows * s.width);
   m.y_MxD = w.take<uint16_t>(s.rows * s.d_model);
   m.gate_up_2xMxF = save_mx ? w.take<uint16_t>(2 * s.rows * s.width) : nullptr;
   m.gate_up = take_list(w, s, kGateUp);
@@ -287,7 +287,12 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   up.b = maps.gate_up_fprop;
   up.a_codes = m.x.codes;
   up.b_codes = weights.gate_up_fprop_codes;
-  MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));
+  if (fp8) {  // quantised in the epilogue
+    MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width));
+    up.h_codes = m.h_operand.codes;
+  } else {
+    MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));
+  }
   up.write_out = 1;
   const uint16_t* gate_up = save_mx ? m.gate_up_2xMxF : saved.gate_up_2xMxF;
   if (gate_up != nullptr) {
@@ -296,7 +301,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
   if (save_mx) MOE_RETURN_IF_ERROR(quantize_gate_up(s, plan, gate_up, saved, stream));
-  MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
+  if (!fp8) MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
 
   auto down = arguments(s, kDown, act, fp8);
   MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width));
@@ -390,7 +395,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(column_map(&dw_down_args.b, "weight * h", s, m.scaled_h_columns, F));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.out, "dw_down", Element::kFp32, dw_down, {F, D, 1, s.experts}));
   dw_down_args.a_codes = m.dy_columns.codes;
-  dw_down_args.b_codes = m.scaled_h_columns.codes;
+  dw_down_args.b_scales = reinterpret_cast<const uint16_t*>(m.scaled_h_columns.codes);
   dw_down_args.dw = dw_down;
   dw_down_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, fp8_wgrad, stream));
@@ -414,7 +419,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(column_map(&dw_up_args.b, "x", s, m.x_columns, D));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.out, "dw_gate_up", Element::kFp32, dw_gate_up, {D, F, 2, s.experts}));
   dw_up_args.a_codes = m.d_gate_up_columns.codes;
-  dw_up_args.b_codes = m.x_columns.codes;
+  dw_up_args.b_scales = reinterpret_cast<const uint16_t*>(m.x_columns.codes);
   dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, fp8_wgrad, stream));

@@ -1,6 +1,6 @@
 // The FP8 products of `aligned` MXFP8 on Hopper: producer and consumers of a GEMM block whose operands are E4M3 with one scale code per
-// 128 of the contraction. Ring, tasks, epilogues and store warps are those of the BF16 blocks (gemm_ring.h, gemm_epilogue.h); read
-// gemm_roles.h first. kernels: mx_gemm_kernels.cu.
+// 128 of the contraction. Ring, tasks, epilogues and store warps are those of the BF16 blocks (gemm_ring.h, gemm_epilogue.h), but for h, which leaves in
+// MXFP8 (mx_epilogue.h); read gemm_roles.h first. kernels: mx_gemm_kernels.cu.
 //
 // A panel (64 rows of 128 bytes) holds 128 of K, so a stage carries as many bytes as in BF16 and twice the work. FP8 operands must be
 // K-major, so the weight gradients read transposed copies. The tensor core keeps about 14 bits of a sum: a K block is summed in 64
@@ -8,20 +8,27 @@
 // rounding. While a consumer does that, the other one has the tensor core.
 #pragma once
 
-#include "gemm_epilogue.h"
-#include "quantize_math.h"
+#include "mx_epilogue.h"
 
 namespace moe {
 
 constexpr int kMxBlockK = 128;
 
-// The shape of the BF16 block. Registers: a K loop over 64 temporaries beside 128 sums wants as many as there are, and so does a store warp that
-// scatters rows to tokens (kDown, kDgradGateUp).
+// The shape of the BF16 block. Registers: a K loop over 64 temporaries beside 128 sums wants as many as there are, but a store warp that scatters
+// rows to tokens (kDown, kDgradGateUp) needs some.
 template <Kind kKind>
 struct MxConfig : GemmConfig<256> {
   static constexpr bool kScatters = kKind == kDown || kKind == kDgradGateUp;
-  static constexpr int kProducerRegisters = is_wgrad(kKind) ? 24 : kScatters ? 72 : 40;
-  static constexpr int kConsumerRegisters = is_wgrad(kKind) ? 240 : kScatters ? 216 : 232;
+  static constexpr int kProducerRegisters = kScatters ? 72 : 40;
+  static constexpr int kConsumerRegisters = kScatters ? 216 : 232;
+  // Weight gradients: one barrier per consumer (Turns), and for each stage the scales of its K block: FP8 codes of 128 rows of A, then BF16 scales
+  // of 256 columns of B.
+  static constexpr int kTurnOffset = GemmConfig<256>::kSharedBytes;
+  static constexpr int kScaleOffset = (kTurnOffset + 8 * kConsumers + 127) / 128 * 128;
+  static constexpr int kScaleBytesA = kTileM, kScaleBytesB = 2 * kTileN;
+  static constexpr int kSharedBytes = kScaleOffset + kStages * (kScaleBytesA + kScaleBytesB);
+
+  static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
@@ -29,9 +36,11 @@ template <class TensorMap>
 struct MxArguments : GemmArguments<TensorMap> {
   // Row kinds: (halves, K/128, M). Weight gradients: (halves, M/128, m_extent rounded up to 128).
   const uint8_t* a_codes;
-  // Row kinds: (E, halves, N/128, K/128), one per 128 x 128. Weight gradients: (M/128, n_extent rounded up to 128), each 128 in the
-  // order of mx::fragment_position.
-  const uint8_t* b_codes;
+  const uint8_t* b_codes;   // row kinds: (E, halves, N/128, K/128), one per 128 x 128
+  // Weight gradients: not codes but the scales themselves in BF16 (one operation each in the K loop instead of five): (M/128, n_extent rounded
+  // up to 128), each 128 in the order of mx::fragment_position. They arrive through the ring with their K block.
+  const uint16_t* b_scales;
+  uint8_t* h_codes;  // kGateUp: (F/128, M) of h, which `out` takes as E4M3
 };
 
 template <class TensorMap>
@@ -46,6 +55,12 @@ template <Kind kKind, class TensorMap>
 MOE_FN int task_k_blocks(const Task& task, const MxArguments<TensorMap>& args) {
   if (is_wgrad(kKind)) return (task.rows + kMxBlockK - 1) / kMxBlockK;
   return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
+}
+
+// Where the scales of the ring's stage lie (weight gradients).
+template <class Isa, class Config>
+MOE_FN uint32_t scale_bytes(const Ring<Isa, Config>& ring) {
+  return ring.base + Config::kScaleOffset + ring.stage * (Config::kScaleBytesA + Config::kScaleBytesB);
 }
 
 // Producer, one task; as load_task of gemm_roles.h, with both operands K-major.
@@ -80,7 +95,22 @@ MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank,
 
   const int k_blocks = task_k_blocks<kKind>(task, args);
   const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;  // rows past the first 64 would not be multiplied
-  const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+  uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
+
+  const uint8_t* a_scales = nullptr;
+  const uint16_t* b_scales = nullptr;
+  int64_t a_pitch = 0, b_pitch = 0;
+  uint32_t b_bytes = 0;
+  if (is_wgrad(kKind)) {
+    a_pitch = (args.m_extent + 127) / 128 * 128;
+    b_pitch = (args.n_extent + 127) / 128 * 128;
+    const int64_t first = tile.row0 / 128;
+    a_scales = args.a_codes + (tile.half * (args.num_rows / 128) + first) * a_pitch + tile.m0;
+    const int n0 = tile.n0 < b_pitch ? tile.n0 : 0;  // a tile outside is not multiplied
+    b_scales = args.b_scales + first * b_pitch + n0;
+    b_bytes = n0 + 128 < b_pitch ? 512 : 256;
+    bytes += Config::kScaleBytesA + b_bytes;
+  }
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
@@ -88,6 +118,13 @@ MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank,
     Isa::barrier_expect_bytes(full, bytes);
     const int k_half = kKind == kDgradGateUp && kb >= args.k_blocks ? 1 : 0;
     const int k = (kb - k_half * args.k_blocks) * kMxBlockK + (is_wgrad(kKind) ? tile.row0 : 0);
+    if (is_wgrad(kKind)) {
+      const uint32_t scales = scale_bytes(ring);
+      Isa::load_bytes(a_scales, full, scales, Config::kScaleBytesA);
+      Isa::load_bytes(b_scales, full, scales + Config::kScaleBytesA, b_bytes);
+      a_scales += a_pitch;
+      b_scales += b_pitch;
+    }
     auto load_a = [&](int p, bool both) {
       const uint32_t dst = ring.data() + p * kPanelBytes;
       const int m = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * p;
@@ -146,6 +183,22 @@ MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, uint
   Isa::mma_commit();
   Isa::template mma_wait<0>();
 }
+
+// Weight gradients: the consumers take turns. Consumer 1 begins a K block when consumer 0 has the products of its first half, and consumer 0 the next one
+// when consumer 1 has. Left alone they may run in step, share the tensor core and then leave it idle together while both add to their sums, which takes
+// longer here than a half's products. For the row kinds it costs more than it gives.
+template <class Isa, class Config>
+struct Turns {
+  uint32_t base, consumer;
+  uint32_t done = 0;  // K blocks taken in turn; the same for both consumers
+
+  MOE_FN Turns(uint32_t shared_base, uint32_t consumer_) : base(shared_base + Config::kTurnOffset), consumer(consumer_) {}
+  MOE_FN void wait() const { Isa::barrier_wait(base + 8 * (1 - consumer), (done & 1) ^ (1 - consumer)); }
+  MOE_FN void pass() {
+    if (Isa::lane_index() == 0) Isa::barrier_arrive(base + 8 * consumer);
+    ++done;
+  }
+};
 
 // Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
 template <Kind kKind, class Arguments>
@@ -209,40 +262,42 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
 // Consumer, the K loop of a weight gradient: a scale per row and per column.
 template <Kind kKind, class Isa, class Config, class Arguments, class EpilogueType>
 MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const Arguments& args, int blocks, Ring<Isa, Config>& ring,
-                             const EpilogueType& epilogue) {
+                             const EpilogueType& epilogue, Turns<Isa, Config>& turns) {
   constexpr int kHalf = Config::kAcc / 2;
   const uint32_t consumer = epilogue.consumer;
-  const int a_pitch = (args.m_extent + 127) / 128 * 128, b_pitch = (args.n_extent + 127) / 128 * 128;
-  const int64_t first = tile.row0 / 128;
-  const uint8_t* a = args.a_codes + (tile.half * (args.num_rows / 128) + first) * a_pitch + tile.m0 + 64 * static_cast<int>(consumer) +
-                     epilogue.row_in_group();
-  const uint8_t* b[2];
-  MOE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int column = tile.n0 + 128 * half < b_pitch ? tile.n0 + 128 * half : b_pitch - 128;  // columns outside: zeros
-    b[half] = args.b_codes + first * b_pitch + column + 32 * static_cast<int>(epilogue.lane % 4);
-  }
+  const uint32_t quarter = epilogue.lane % 4;
   float block[kHalf];
   MOE_NO_UNROLL
   for (int kb = 0; kb < blocks; ++kb) {
-    const float row_scale[2] = {mx::finite_scale_value(Isa::load_code(a)), mx::finite_scale_value(Isa::load_code(a + 8))};
-    a += a_pitch;
     Isa::barrier_wait(ring.full(), ring.phase);
+    turns.wait();
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      uint32_t codes[8];
-      Isa::load_codes(b[half], codes);
-      b[half] += b_pitch;
+      const uint32_t a_scales = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
+      const uint32_t b_scales = scale_bytes(ring) + Config::kScaleBytesA + 256 * half + 64 * quarter;  // 32 columns of this lane, BF16
+      const float row_scale[2] = {mx::finite_scale_value(Isa::load_shared_byte(a_scales)),
+                                  mx::finite_scale_value(Isa::load_shared_byte(a_scales + 8))};
+      auto next = Isa::load_vector(b_scales);
       multiply_half<Isa, Config>(block, ring.data(), consumer, half);
-      if (half == 1) Ring<Isa, Config>::release(ring.empty());
+      if (half == 0) turns.pass();
       MOE_UNROLL
-      for (int column = 0; column < kHalf / 2; ++column) {  // of this lane: blocks of eight columns j, two each
-        const float scale = mx::finite_scale_value(codes[column / 4] >> (8 * (column % 4)) & 0xFF);
+      for (int part = 0; part < 4; ++part) {
+        const auto words = next;
+        if (part < 3) next = Isa::load_vector(b_scales + 16 * (part + 1));  // one part ahead
+        const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
         MOE_UNROLL
-        for (int row = 0; row < 2; ++row) {
-          const int at = 4 * (column / 2) + 2 * row + column % 2;
-          sum[kHalf * half + at] = Isa::fma(Isa::mul(block[at], scale), row_scale[row], sum[kHalf * half + at]);
+        for (int column = 0; column < 8; ++column) {  // blocks of eight output columns, two of each are this lane's
+          const float scale = column % 2 ? Isa::bf16_hi(pairs[column / 2]) : Isa::bf16_lo(pairs[column / 2]);
+          MOE_UNROLL
+          for (int row = 0; row < 2; ++row) {
+            const int at = 16 * part + 4 * (column / 2) + 2 * row + column % 2;
+            sum[kHalf * half + at] = Isa::fma(Isa::mul(block[at], scale), row_scale[row], sum[kHalf * half + at]);
+          }
         }
+      }
+      if (half == 1) {
+        Isa::warp_sync();  // all lanes have read their scales
+        Ring<Isa, Config>::release(ring.empty());
       }
     }
     ring.advance();
@@ -252,7 +307,7 @@ MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const
 // Consumer warpgroup, one task: rows 64 * consumer .. + 63 of the tile.
 template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
-                            Epilogue<Isa, Config, kPlain>& epilogue) {
+                            Epilogue<Isa, Config, kPlain>& epilogue, Turns<Isa, Config>& turns) {
   const Task tile = block_tile<Config>(task, kKind, rank);
   const int blocks = task_k_blocks<kKind>(task, args);
   const int rows = tile.rows - 64 * static_cast<int>(epilogue.consumer);  // real rows of this warpgroup; <= 0: all padding
@@ -280,13 +335,13 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
       ring.advance();
     }
   } else if constexpr (is_wgrad(kKind)) {
-    multiply_columns<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue);
+    multiply_columns<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue, turns);
   } else {
     multiply_rows<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue);
   }
 
   if constexpr (kKind == kGateUp) {
-    epilogue.write_gate_up(sum, rows, args, ring);
+    write_gate_up_mx(epilogue, sum, tile, rows, args, ring);
   } else if constexpr (kKind == kDgradDown) {
     epilogue.write_dgrad_down(sum, tile, rows, args, ring);
   } else if constexpr (is_wgrad(kKind)) {
@@ -309,6 +364,7 @@ MOE_FN void run_mx_block(const Batch& batch) {
     for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
       for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
       Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
+      Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);
     }
     Isa::barrier_init_fence();
   }
@@ -327,15 +383,22 @@ MOE_FN void run_mx_block(const Batch& batch) {
     } else if (warp == 1 || warp == 2) {
       uint32_t tiles = 0;
       MOE_NO_UNROLL
-      for (Task task; stream.take(task);) store_task<kKind, Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
+      for (Task task; stream.take(task);) {
+        if constexpr (kKind == kGateUp) {
+          store_gate_up_mx<Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
+        } else {
+          store_task<kKind, Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
+        }
+      }
       if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
     }
   } else {
     Isa::template registers_grow<Config::kConsumerRegisters>();
     Epilogue<Isa, Config, kPlain> epilogue(base, warp / 4 - 1);
+    Turns<Isa, Config> turns(base, warp / 4 - 1);
     MOE_NO_UNROLL
     for (Task task; stream.take(task);) {
-      compute_mx_task<kKind, kPlain, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring, epilogue);
+      compute_mx_task<kKind, kPlain, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring, epilogue, turns);
     }
   }
   Isa::warp_sync();     // the lanes that had no role wait for the one that had

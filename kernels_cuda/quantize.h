@@ -21,7 +21,7 @@ enum class Form {
 enum class CodeLayout {
   kPlain,        // kMx rows: (B, R, ceil(C/32)), columns: (B, ceil(R/32), C), or (B, C, ceil(R/32)) with transposed elements
   kInterleaved,  // kMx: as tcgen05 reads them, per matrix; padding up to whole atoms of 128 x 4 holds code 0
-  kFragment,     // kAligned columns: mx::fragment_position within each 128
+  kFragment,     // kAligned columns: the scales themselves, in BF16, in the order of mx::fragment_position within each 128
 };
 // kAligned: (B, blocks of 128, rows or columns rounded up to 128), a code per 128 along the block axis, which is the slow one.
 // kAlignedTile: rows (B, R/128, C/128), columns (B, C/128, R/128), both rounded up.

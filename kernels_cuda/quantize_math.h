@@ -37,9 +37,9 @@ MOE_HOST_FN uint32_t bits_of(float x) {
 
 // E8M0 code from the FP32 bits of the largest magnitude of a block. 448 = 1.75 * 2^8: the exponent minus 8, one more above 1.75.
 MOE_HOST_FN uint32_t scale_code(uint32_t amax) {
+  const int code = static_cast<int>((amax + 0x1FFFFFu) >> 23) - 8;  // the sum carries into the exponent above 1.75
   if (amax >= 0x7F800000u) return kPoison;
   if (amax == 0x04600001u) return 0;  // its product with fl32(1/448), the hardware's form of the rule, rounds down to 2^-127
-  const int code = static_cast<int>(amax >> 23) - 8 + ((amax & 0x7FFFFFu) > 0x600000u ? 1 : 0);
   return code > 0 ? static_cast<uint32_t>(code) : 0u;
 }
 
@@ -93,13 +93,19 @@ MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
 #endif
 }
 
-// Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves;
-// 1 for a poisoned block, whose elements stay NaN. Below 2^-24 it is 0: the largest element, 448, would round to zero from 2^-19 on.
+// Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves. Below 2^-24 it is
+// 0: the largest element, 448, would round to zero from 2^-19 on. Of a poisoned block: anything, its elements stay NaN.
 MOE_HOST_FN uint32_t rebase_factor(uint32_t code, uint32_t common) {
-  if (code == kPoison) return 0x3C003C00u;
-  const int exponent = static_cast<int>(code) - static_cast<int>(common);
-  const uint32_t half = exponent >= -14 ? static_cast<uint32_t>(exponent + 15) << 10 : exponent >= -24 ? 1u << (exponent + 24) : 0u;
+  const int down = static_cast<int>(common) - static_cast<int>(code);
+#ifdef __CUDA_ARCH__
+  uint32_t factor;
+  const float power = __uint_as_float(static_cast<uint32_t>(127 - min(down, 126)) << 23);
+  asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(factor) : "f"(power));
+  return factor;
+#else
+  const uint32_t half = down <= 14 ? static_cast<uint32_t>(15 - down) << 10 & 0x7C00u : down <= 24 ? 1u << (24 - down) : 0u;
   return half | half << 16;
+#endif
 }
 
 // Two elements re-based: E4M3(q * factor), nearest even. FP16 holds every product exactly that does not round to zero.

@@ -89,40 +89,30 @@ __device__ __forceinline__ Quantized quantize8(const E& x) {
 // warp, and plain codes are in the order of the blocks.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    quantize_rows_kernel(const T* __restrict__ source, uint2* __restrict__ elements, uint8_t* __restrict__ codes, int64_t vectors,
-                         int vectors_per_row, int64_t rows, bool interleaved) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kUnroll);
+    quantize_rows_kernel(const T* __restrict__ source, uint2* __restrict__ elements, uint8_t* __restrict__ codes, int64_t vectors) {
+  // A warp takes 32 * kUnroll neighbouring vectors; this lane's first one.
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * (32 * kUnroll) + threadIdx.x % 32;
   Eight<T> x[kUnroll];
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    const int64_t at = first + i * kThreads + threadIdx.x;
+    const int64_t at = first + 32 * i;
     if (at < vectors) {
       x[i].load(source + 8 * at);
     } else {
       x[i].clear();
     }
   }
-  const int64_t first_row = interleaved ? first / vectors_per_row : 0;  // the same for the whole block
-  const int first_column = interleaved ? static_cast<int>(first - first_row * vectors_per_row) : 0;
+  uint32_t code = 0;
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    const int64_t at = first + i * kThreads + threadIdx.x;
+    const int64_t at = first + 32 * i;
     const Quantized q = quantize8<false>(x[i]);
-    if (at >= vectors) continue;
-    __stcs(elements + at, q.elements);
-    if (threadIdx.x % 4 == 0) {
-      if (!interleaved) {
-        codes[at / 4] = q.code;
-      } else {
-        const unsigned local = first_column + i * kThreads + threadIdx.x;
-        const int64_t row = first_row + local / static_cast<unsigned>(vectors_per_row);
-        const int block = static_cast<int>(local % static_cast<unsigned>(vectors_per_row)) / 4;
-        const int64_t matrix = row / rows, columns = 8 * static_cast<int64_t>(vectors_per_row);
-        const int64_t matrix_bytes = (rows + 127) / 128 * ((columns + 127) / 128) * 512;
-        codes[matrix * matrix_bytes + mx::interleaved_offset(row - matrix * rows, block, columns)] = q.code;
-      }
-    }
+    if (at < vectors) __stcs(elements + at, q.elements);
+    if (threadIdx.x % 4 == i) code = q.code;
   }
+  // A warp's 32 codes are neighbours: lane 4 b + i has that of block b of its i-th load.
+  const int64_t block = first / 4 + 8 * (threadIdx.x % 4);
+  if (block < vectors / 4) codes[block] = code;
 }
 
 constexpr int kPaddingBlocks = 8;
@@ -262,7 +252,7 @@ Status check(const QuantizeSource& s, const MxOutput& rows, const MxOutput& colu
     const bool needs_codes = out->form != Form::kNone && out->form != Form::kDequantized;
     if (out->form != Form::kNone && out->elements == nullptr) return {"quantize: an output without elements"};
     if (needs_codes && out->codes == nullptr) return {"quantize: an output without codes"};
-    if (needs_codes && reinterpret_cast<uintptr_t>(out->codes) % 4 != 0) return {"quantize: codes must be aligned to 4 bytes"};
+    if (needs_codes && reinterpret_cast<uintptr_t>(out->codes) % 16 != 0) return {"quantize: codes must be aligned to 16 bytes"};
   }
   return {};
 }
@@ -274,8 +264,7 @@ Status launch_rows(const QuantizeSource& s, const MxOutput& out, cudaStream_t st
   if (blocks == 0) return {};
   if (blocks > INT32_MAX) return {"quantize: the source has more than 2^41 elements"};
   quantize_rows_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      static_cast<const T*>(s.data), static_cast<uint2*>(out.elements), out.codes, vectors, static_cast<int>(s.columns / 8), s.rows,
-      out.layout == CodeLayout::kInterleaved);
+      static_cast<const T*>(s.data), static_cast<uint2*>(out.elements), out.codes, vectors);
   return launched("quantize_rows");
 }
 
@@ -286,7 +275,7 @@ int64_t code_bytes(const QuantizeSource& s, const MxOutput& out, bool by_rows) {
   const int64_t line_tiles = (lines + 127) / 128, block_tiles = (elements + 127) / 128;
   switch (out.form) {
     case Form::kMx: return s.batch * (out.layout == CodeLayout::kInterleaved ? line_tiles * block_tiles * 512 : lines * ((elements + 31) / 32));
-    case Form::kAligned: return s.batch * block_tiles * line_tiles * 128;
+    case Form::kAligned: return s.batch * block_tiles * line_tiles * 128 * (out.layout == CodeLayout::kFragment ? 2 : 1);
     case Form::kAlignedTile: return s.batch * line_tiles * block_tiles;
     default: return 0;
   }
@@ -295,9 +284,7 @@ int64_t code_bytes(const QuantizeSource& s, const MxOutput& out, bool by_rows) {
 Status quantize(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream) {
   const Status bad = check(s, by_rows, by_columns);
   if (!bad.ok()) return bad;
-  // Interleaved codes have padding to fill, which tiles do by themselves.
-  const bool padded = by_rows.layout == CodeLayout::kInterleaved && (s.rows % 128 != 0 || s.columns % 128 != 0);
-  if (by_rows.form == Form::kMx && by_columns.form == Form::kNone && s.slot_M == nullptr && !padded) {
+  if (by_rows.form == Form::kMx && by_rows.layout == CodeLayout::kPlain && by_columns.form == Form::kNone && s.slot_M == nullptr) {
     return s.fp32 ? launch_rows<float>(s, by_rows, stream) : launch_rows<__nv_bfloat16>(s, by_rows, stream);
   }
   return quantize_tiles(s, by_rows, by_columns, stream);

@@ -17,12 +17,27 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 128;
 
+// Division of numbers below 2^31 by one that the host knows: a product and a shift.
+struct Divisor {
+  uint32_t factor = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t d) {
+    while ((uint64_t{1} << shift) < d) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
+  }
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+    return static_cast<uint32_t>((static_cast<uint64_t>(n) * factor) >> 31 >> shift);
+  }
+};
+
 struct Params {
   const void* data;
   int64_t rows, columns;
-  int64_t row_tiles, column_tiles;
+  uint32_t row_tiles, column_tiles;
   const int32_t* slot_M;
-  int gather;
+  Divisor slots_per_token;  // with gather
+  bool gather;
   void* row_elements;
   uint8_t* row_codes;
   void* column_elements;
@@ -102,11 +117,15 @@ struct Patch<float> {
   }
 };
 
-__device__ __forceinline__ uint32_t finite(uint32_t code) { return code == mx::kPoison ? 0 : code; }
-
 // Largest code of a line's four, poison aside.
 __device__ __forceinline__ uint32_t common_code(uint32_t four) {
-  return max(max(finite(four & 0xFF), finite(four >> 8 & 0xFF)), max(finite(four >> 16 & 0xFF), finite(four >> 24)));
+  uint32_t m = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint32_t code = four >> (8 * k) & 0xFF;
+    m = max(m, code == mx::kPoison ? 0u : code);
+  }
+  return m;
 }
 
 // Eight packed elements from four pairs, re-based if need be.
@@ -148,7 +167,7 @@ __device__ __forceinline__ void write_tile(const uint8_t* tile, uint8_t* at, int
 // Codes of one orientation of a tile, `four` per line (line: the index across blocks), to memory. `lines` and `blocks` are those of the
 // whole matrix, line0 and block0 where the tile begins.
 template <Form kForm>
-__device__ __forceinline__ void write_codes(const uint32_t* four, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
+__device__ __forceinline__ void write_codes(const uint32_t* four, const uint8_t* common, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
                                             int64_t line0, int64_t lines, int64_t block0, int64_t elements) {
   const int line = threadIdx.x;
   if (kForm == Form::kMx) {
@@ -174,17 +193,18 @@ __device__ __forceinline__ void write_codes(const uint32_t* four, uint8_t* out, 
     }
   } else if (kForm == Form::kAligned) {
     if (line >= kTile) return;
-    const int64_t pitch = (lines + 127) / 128 * 128;
-    const int to = layout == CodeLayout::kFragment ? mx::fragment_position(line) : line;
-    out[(matrix * ((elements + 127) / 128) + block0 / 4) * pitch + line0 + to] = common_code(four[line]);
+    const int64_t at = (matrix * ((elements + 127) / 128) + block0 / 4) * ((lines + 127) / 128 * 128) + line0;
+    if (layout == CodeLayout::kFragment) {
+      reinterpret_cast<uint16_t*>(out)[at + mx::fragment_position(line)] = __float_as_uint(mx::finite_scale_value(common[line])) >> 16;
+    } else {
+      out[at + line] = common[line];
+    }
   }
 }
 
-__device__ __forceinline__ uint32_t tile_common(const uint32_t* four) {
-  uint32_t m = common_code(four[threadIdx.x % 32]);
-#pragma unroll
-  for (int i = 1; i < 4; ++i) m = max(m, common_code(four[threadIdx.x % 32 + 32 * i]));
-  return __reduce_max_sync(0xFFFFFFFFu, m);
+__device__ __forceinline__ uint32_t tile_common(const uint8_t* common) {
+  const uint32_t four = reinterpret_cast<const uint32_t*>(common)[threadIdx.x % 32];  // no poison among them
+  return __reduce_max_sync(0xFFFFFFFFu, common_code(four));
 }
 
 MOE_HOST_FN constexpr bool is_aligned(Form form) { return form == Form::kAligned || form == Form::kAlignedTile; }
@@ -195,14 +215,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   constexpr bool kRows = kRow != Form::kNone, kColumns = kColumn != Form::kNone;
   constexpr int kStagedTiles = (staged_form(kRow) ? 1 : 0) + (staged_form(kColumn) ? 1 : 0);
   __shared__ __align__(16) uint8_t tiles[kStagedTiles > 0 ? kStagedTiles : 1][kStagedTiles > 0 ? kTile * kTile : 16];
-  __shared__ uint32_t row_codes[kTile], column_codes[kTile];  // four codes per line
+  __shared__ __align__(16) uint32_t codes[2 * kTile];  // four per line: rows, then columns
+  __shared__ __align__(16) uint8_t commons[2 * kTile];  // the largest of each line's
+  uint32_t* const row_codes = codes;
+  uint32_t* const column_codes = codes + kTile;
   uint8_t* const row_tile = tiles[0];
   uint8_t* const column_tile = tiles[staged_form(kRow) && staged_form(kColumn) ? 1 : 0];
 
-  const int64_t column_tile_index = blockIdx.x % p.column_tiles;
-  const int64_t row_tile_index = blockIdx.x / p.column_tiles % p.row_tiles;
-  const int64_t matrix = blockIdx.x / p.column_tiles / p.row_tiles;
-  const int64_t row0 = row_tile_index * kTile, column0 = column_tile_index * kTile;
+  const uint32_t line_of_tiles = blockIdx.x / p.column_tiles;
+  const uint32_t column_tile_index = blockIdx.x - line_of_tiles * p.column_tiles;
+  const uint32_t matrix_index = line_of_tiles / p.row_tiles;
+  const uint32_t row_tile_index = line_of_tiles - matrix_index * p.row_tiles;
+  const int64_t matrix = matrix_index, row0 = static_cast<int64_t>(row_tile_index) * kTile, column0 = static_cast<int64_t>(column_tile_index) * kTile;
   if (p.slot_M != nullptr && p.slot_M[row0] < 0) return;  // groups begin at tiles: no row of this one is real
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -211,19 +235,28 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   const bool column_inside = column0 + c < p.columns;
 
   Patch<T> patch;
+  if (p.slot_M == nullptr) {
+    const T* at = source + (matrix * p.rows + row0 + r) * p.columns + column0 + c;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    int64_t row = row0 + r + i;
-    bool inside = column_inside && row < p.rows;
-    if (p.slot_M != nullptr) {
-      const int slot = inside ? p.slot_M[row] : -1;
-      inside = slot >= 0;
-      if (p.gather > 0) row = slot / p.gather;
+    for (int i = 0; i < 8; ++i, at += p.columns) {
+      if (column_inside && row0 + r + i < p.rows) {
+        patch.load(i, at);
+      } else {
+        patch.clear(i);
+      }
     }
-    if (inside) {
-      patch.load(i, source + (p.gather > 0 ? row : matrix * p.rows + row) * p.columns + column0 + c);
-    } else {
-      patch.clear(i);
+  } else {  // M is a multiple of 128
+    const int4* slots = reinterpret_cast<const int4*>(p.slot_M + row0 + r);
+    const int4 a = __ldg(slots), b = __ldg(slots + 1);
+    const int slot[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int64_t row = p.gather ? p.slots_per_token.divide(slot[i]) : matrix * p.rows + row0 + r + i;
+      if (column_inside && slot[i] >= 0) {
+        patch.load(i, source + row * p.columns + column0 + c);
+      } else {
+        patch.clear(i);
+      }
     }
   }
 
@@ -250,15 +283,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   __syncthreads();
 
   uint32_t row_tile_code = 0, column_tile_code = 0;
-  if (kRow == Form::kAlignedTile) row_tile_code = tile_common(row_codes);
-  if (kColumn == Form::kAlignedTile) column_tile_code = tile_common(column_codes);
+  uint2 row_commons = {}, column_commons = {};  // eight codes, of this lane's rows and columns
+  if (is_aligned(kRow) || is_aligned(kColumn)) {
+    commons[threadIdx.x] = common_code(codes[threadIdx.x]);  // as many threads as lines
+    __syncthreads();
+    if (kRow == Form::kAlignedTile) row_tile_code = tile_common(commons);
+    if (kColumn == Form::kAlignedTile) column_tile_code = tile_common(commons + kTile);
+    if (kRow == Form::kAligned) row_commons = *reinterpret_cast<const uint2*>(commons + r);
+    if (kColumn == Form::kAligned) column_commons = *reinterpret_cast<const uint2*>(commons + kTile + c);
+  }
+  auto eighth = [](uint2 bytes, int i) { return (i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)) & 0xFF; };
 
   if (kRows) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float x[8], scale[8];
       uint32_t factor[8];
-      const uint32_t common = kRow == Form::kAligned ? common_code(row_codes[r + i]) : row_tile_code;
+      const uint32_t common = kRow == Form::kAligned ? eighth(row_commons, i) : row_tile_code;
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         x[k] = patch.value(i, k);
@@ -283,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
     for (int k = 0; k < 8; ++k) {
       float x[8], scale[8];
       uint32_t factor[8];
-      const uint32_t common = kColumn == Form::kAligned ? common_code(column_codes[c + k]) : column_tile_code;
+      const uint32_t common = kColumn == Form::kAligned ? eighth(column_commons, k) : column_tile_code;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         x[i] = patch.value(i, k);
@@ -300,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
     for (int k = 0; k < 8; ++k) {
       scale[k] = mx::reciprocal_scale(column_code[k]);
       value[k] = mx::scale_value(column_code[k]);
-      const uint32_t common = kColumn == Form::kAligned ? common_code(column_codes[c + k]) : column_tile_code;
+      const uint32_t common = kColumn == Form::kAligned ? eighth(column_commons, k) : column_tile_code;
       factor[k] = is_aligned(kColumn) ? mx::rebase_factor(column_code[k], common) : 0;
     }
 #pragma unroll
@@ -325,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   if (staged_form(kRow)) {
     uint8_t* at = static_cast<uint8_t*>(p.row_elements) + (matrix * p.rows + row0) * p.columns + column0;
     write_tile(row_tile, at, p.columns, rows_here, columns_here);
-    write_codes<kRow>(row_codes, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
+    write_codes<kRow>(row_codes, commons, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
     if (kRow == Form::kAlignedTile && threadIdx.x == 0) p.row_codes[blockIdx.x] = row_tile_code;
   }
   if (staged_form(kColumn)) {
@@ -335,7 +376,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
     } else {
       write_tile(column_tile, base + row0 * p.columns + column0, p.columns, rows_here, columns_here);
     }
-    write_codes<kColumn>(column_codes, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
+    write_codes<kColumn>(column_codes, commons + kTile, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
     if (kColumn == Form::kAlignedTile && threadIdx.x == 0) {
       p.column_codes[(matrix * p.column_tiles + column_tile_index) * p.row_tiles + row_tile_index] = column_tile_code;
     }
@@ -344,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
 
 template <class T, Form kRow, Form kColumn, bool kTransposed>
 Status launch(const Params& p, int64_t batch, cudaStream_t stream) {
-  const int64_t blocks = batch * p.row_tiles * p.column_tiles;
+  const int64_t blocks = batch * p.row_tiles * static_cast<int64_t>(p.column_tiles);
   if (blocks > INT32_MAX) return {"quantize: " + std::to_string(blocks) + " tiles of 128 x 128, must be below 2^31"};
   if (blocks == 0) return {};
   quantize_tile<T, kRow, kColumn, kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
@@ -380,10 +421,11 @@ Status quantize_tiles(const QuantizeSource& s, const MxOutput& by_rows, const Mx
   p.data = s.data;
   p.rows = s.rows;
   p.columns = s.columns;
-  p.row_tiles = (s.rows + kTile - 1) / kTile;
-  p.column_tiles = (s.columns + kTile - 1) / kTile;
+  p.row_tiles = static_cast<uint32_t>((s.rows + kTile - 1) / kTile);
+  p.column_tiles = static_cast<uint32_t>((s.columns + kTile - 1) / kTile);
   p.slot_M = s.slot_M;
-  p.gather = static_cast<int>(s.gather);
+  p.gather = s.gather > 0;
+  if (p.gather) p.slots_per_token = Divisor(static_cast<uint32_t>(s.gather));
   p.row_elements = by_rows.elements;
   p.row_codes = by_rows.codes;
   p.column_elements = by_columns.elements;

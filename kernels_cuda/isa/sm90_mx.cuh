@@ -39,10 +39,20 @@ struct Sm90Mx : Sm90 {
     sm90::wgmma_m64n128k32_e4m3<kFirst>(acc, desc_a, desc_b);
   }
   static MOE_FN uint32_t load_code(const uint8_t* address) { return __ldg(address); }
-  static MOE_FN void load_codes(const uint8_t* address, uint32_t (&codes)[8]) {  // 32 neighbouring ones, aligned to 16
-    const uint4 a = __ldg(reinterpret_cast<const uint4*>(address)), b = __ldg(reinterpret_cast<const uint4*>(address) + 1);
-    codes[0] = a.x, codes[1] = a.y, codes[2] = a.z, codes[3] = a.w;
-    codes[4] = b.x, codes[5] = b.y, codes[6] = b.z, codes[7] = b.w;
+  // `bytes` neighbouring ones, a multiple of 16 like both addresses, counted on the barrier.
+  static MOE_FN void load_bytes(const void* from, uint32_t bar, uint32_t dst, uint32_t bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(from), "r"(bytes),
+                 "r"(bar)
+                 : "memory");
+  }
+  static MOE_FN uint32_t load_shared_byte(uint32_t address) {
+    uint16_t value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
+  }
+  static MOE_FN uint32_t max_pairs(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }  // of unsigned 16-bit halves
+  static MOE_FN void store_short(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
   }
 };
 

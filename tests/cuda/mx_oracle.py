@@ -36,8 +36,11 @@ def slot_gradients(name, gate, up, dh):
     return gate.grad, up.grad
 
 
-def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy, mode, wgrad_bf16=False):
-    """y and gradients (dx, d_weight, dw_gate_up, dw_down) with the rounding points of the contract. x, dy BF16, masters FP32."""
+def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy, mode, wgrad_bf16=False, saved=None):
+    """y and gradients (dx, d_weight, dw_gate_up, dw_down) with the rounding points of the contract. x, dy BF16, masters FP32.
+
+    `saved`: (gate_up BF16 (2, M, F), row_TxK) of the kernels, to start the backward from; it then shows the backward's own error.
+    """
     T, K = expert_TxK.shape
     y, dx = torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device), torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device)
     d_weight = torch.zeros(T, K, dtype=torch.float64, device=x.device)
@@ -52,6 +55,9 @@ def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy, mode, wgrad_bf16=F
         rows_x, rows_dy, w = padded(x[token], rows), padded(dy[token], rows), weight.reshape(-1)[slots, None].double()
         up_f = [operand(w_gate_up[e, i], -1, mode, 128) for i in range(2)]
         gate, up = (bf16(operand(rows_x, -1, mode) @ m.T) for m in up_f)
+        if saved is not None:
+            rows_of_slots = saved[1].reshape(-1)[slots].long()
+            gate, up = (padded(saved[0][i, rows_of_slots], rows) for i in range(2))
         h = bf16(oracle.activation(name, gate.double(), up.double()))
         rows_y = bf16(operand(h, -1, mode) @ operand(w_down[e], -1, mode, 128).T)[:n].double()
         y.index_add_(0, token, w * rows_y)

@@ -36,7 +36,8 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 MUTATIONS = {
     "stage given back before its products are done": ("Isa::template mma_wait<0>();\n}", "Isa::template mma_wait<1>();\n}"),
-    "scales of the next block": ("if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);", "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);"),
+    "scales read too late": ("Isa::warp_sync();  // all lanes have read their scales", ""),
+    "scales of the block before": ("if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);", "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);"),
 }
 
 
@@ -50,5 +51,5 @@ def test_emulator_notices(tmp_path, name):
     assert text in source, "mx_roles.h has changed: adapt the mutation"
     (kernels / "mx_roles.h").write_text(source.replace(text, replacement, 1))
     program = build(kernels, tmp_path)
-    runs = [subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240) for kind in ("gate_up", "dgrad_gate_up")]
+    runs = [subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240) for kind in ("gate_up", "dgrad_gate_up", "wgrad_gate_up")]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]

@@ -26,9 +26,12 @@ pytestmark = [
     pytest.mark.skipif(not c_api.LIBRARY.exists(), reason=f"needs {c_api.LIBRARY.name}: build kernels_cuda first"),
 ]
 
-# Against the same operands in FP64. Both sides round to BF16 four times on the longest path (2e-3 each would be a whole ulp); a BF16 value that
-# falls on the other side of a tie is also quantised to another element. aligned adds the tensor core's short sums, 1e-4.
-TOLERANCE = {"y": 3e-3, "dx": 4e-3, "d_weight": 2e-3, "dw_gate_up": 4e-3, "dw_down": 3e-3}
+# Against the same operands in FP64. Both sides round to BF16 at the same places: 1.7e-3 in y and dx from the last of them alone. A value that falls across a
+# tie on one side is also quantised to another element, which matters more: aligned adds the tensor core's short sums, 1e-3, and so more of those.
+TOLERANCE = {
+    "exact": {"y": 3e-3, "dx": 3e-3, "d_weight": 2e-4, "dw_gate_up": 4e-4, "dw_down": 4e-4},
+    "aligned": {"y": 1e-2, "dx": 1.2e-2, "d_weight": 3e-3, "dw_gate_up": 2e-2, "dw_down": 2e-2},
+}
 
 CASES = {
     # name: (group sizes or None, K, E, T, D, F, activation, data)
@@ -84,6 +87,7 @@ class Problem:
         d_weight = torch.full_like(self.weight, float("nan"))
         dw = accumulate_into or [torch.full_like(w, float("nan")) for w in (self.w_gate_up, self.w_down)]
         layer.forward(self.x, self.weight, plan, gate_up, down, y, saved)
+        self.saved, self.row_TxK = saved, plan.row_TxK
         layer.workspace.fill_(dirt or 255)
         layer.backward(
             self.x, self.weight, self.dy, plan, gate_up, down, saved, dx, d_weight, *dw, accumulate=accumulate_into is not None
@@ -115,7 +119,7 @@ def test_layer_matches_the_same_operands_in_double_precision(name, mode, wgrad_b
     ref = mx_oracle.layer(p.activation, p.x, p.weight, p.expert, p.w_gate_up, p.w_down, p.dy, mode, wgrad_bf16)
     found = errors(got, dict(zip(NAMES, ref, strict=True)))
     print(name, mode, wgrad_bf16, {k: f"{v:.1e}" for k, v in found.items()})
-    assert all(found[k] < TOLERANCE[k] for k in NAMES), found
+    assert all(found[k] < TOLERANCE[mode][k] for k in NAMES), found
     for e in range(p.experts):
         if not (p.expert == e).any():
             assert not got["dw_gate_up"][e].any() and not got["dw_down"][e].any()
@@ -142,7 +146,7 @@ def test_gate_up_in_mxfp8_stays_close():
     exact, packed = p.run("aligned"), p.run("aligned", save="gate_up_mx")
     assert torch.equal(exact["y"], packed["y"])
     found = errors(packed, exact)
-    assert all(found[k] < 5e-2 for k in NAMES), found
+    assert all(found[k] < 8e-2 for k in NAMES), found
     assert found["dx"] > 1e-3  # it was quantised
 
 
@@ -164,7 +168,7 @@ def test_against_fp32_the_error_is_that_of_the_format():
     p = Problem("top_k")
     got = p.run("aligned")
     ref = oracle.layer(p.activation, p.x, p.weight, p.expert, p.w_gate_up, p.w_down, p.dy)
-    found = errors(got, dict(zip(NAMES, ref, strict=True)))
+    found = errors(got, dict(zip(NAMES, ref[:5], strict=True)))
     # below the range something ran unquantised, above it something is broken (numerics of the format: 6.6e-2 y, 7e-2 dx and dW)
     assert 4e-2 < found["y"] < 8.5e-2 and 4e-2 < found["dx"] < 9e-2, found
     assert 4e-2 < found["dw_gate_up"] < 1e-1 and 4e-2 < found["dw_down"] < 1e-1, found
@@ -180,3 +184,36 @@ def test_poison_reaches_what_reads_it_and_nothing_else():
     others = torch.arange(p.tokens, device="cuda") != token
     assert torch.equal(got["y"][others], clean["y"][others])
     assert torch.equal(got["dx"][others], clean["dx"][others])
+
+
+@pytest.mark.parametrize("mode", ["aligned", "exact"])
+def test_small_integers_are_exact(mode):
+    """Every sum fits the tensor core's short accumulators and BF16: gate and up are the integers they should be."""
+    p = Problem("top_k")
+    generator = torch.Generator("cuda").manual_seed(2)
+    p.x = torch.randint(-2, 3, p.x.shape, device="cuda", generator=generator).bfloat16()
+    p.w_gate_up = torch.randint(-1, 2, p.w_gate_up.shape, device="cuda", generator=generator).float()
+    p.run(mode)
+    for t, s in (p.expert >= 0).nonzero().tolist()[::7]:
+        expected = p.w_gate_up[p.expert[t, s]].double() @ p.x[t].double()
+        assert torch.equal(p.saved[0][:, p.row_TxK[t, s]].double(), expected), (t, s)
+
+
+@pytest.mark.parametrize("name", ["top_k", "outliers"])
+def test_error_of_the_products_alone(name):
+    """From the kernels' own gate and up, d(weight) shows the error of one FP8 product, before any rounding to BF16, and its bias."""
+    p = Problem(name)
+    found = {}
+    for mode in ("aligned", "exact"):
+        got = p.run(mode)
+        ref = mx_oracle.layer(
+            p.activation, p.x, p.weight, p.expert, p.w_gate_up, p.w_down, p.dy, mode, saved=(p.saved[0], p.row_TxK)
+        )
+        d_weight = ref[2]
+        error = got["d_weight"].double() - d_weight
+        bias = ((error * d_weight.sign()).sum() / d_weight.abs().sum()).item()
+        found[mode] = {"d_weight": oracle.relative(got["d_weight"], d_weight), "bias": bias}
+        found[mode] |= {k: errors(got, dict(zip(NAMES, ref, strict=True)))[k] for k in ("dw_gate_up", "dw_down")}
+    print(name, found)
+    assert found["exact"]["d_weight"] < 2e-5
+    assert found["aligned"]["d_weight"] < 5e-4 and abs(found["aligned"]["bias"]) < 2e-4

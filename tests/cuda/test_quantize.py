@@ -78,7 +78,8 @@ def expected_codes(codes, form, layout, by_rows, transposed):
     if layout == "fragment":
         shuffled = torch.empty_like(padded).reshape(*padded.shape[:-1], -1, 128)
         shuffled[..., FRAGMENT] = padded.reshape(shuffled.shape)
-        return shuffled.reshape(-1)
+        scales = torch.exp2(shuffled.double() - 127).bfloat16()  # code 0 is subnormal in BF16
+        return scales.reshape(-1).view(torch.uint8)
     return padded.reshape(-1)
 
 
