@@ -50,8 +50,8 @@ SHAPES = (
     Shape(16, 384, 1536, 1, 2000),  # nothing is a power of two
 )
 PASSES = ("forward", "backward", "step")
-# Before each timed call: XLA frees the temporaries of the call before on a thread of its own, after the results are ready, and giving back
-# a few hundred MB took 6 ms of the next one's time.
+# Before each timed call: XLA frees the temporaries of the call before on a thread of its own, after the results are ready, and
+# giving back a few hundred MB took 6 ms of the next one's time.
 SETTLE_SECONDS = 0.05
 
 
