@@ -70,7 +70,7 @@ def _forward(hidden_BxLxD, w_VxD, target_BxL, positions):
         p_BxCxV = jnp.exp(logits_BxCxV - lse_BxC[..., None])
         d_logits = jnp.where(_is_target(target_BxC, logits_BxCxV), p_BxCxV - 1.0, p_BxCxV)
         d_logits = jnp.where(_outside(target_BxC, logits_BxCxV)[..., None], jnp.nan, d_logits)
-        # The factor multiplies the FP32 products, not this: (p - 1) rounds to BF16 with a relative error that does not depend on it.
+        # The factor multiplies the FP32 products, not this: the relative error of rounding p - 1 does not depend on it.
         d_logits = jnp.where((target_BxC == UNSCORED)[..., None], 0.0, d_logits).astype(hidden_BxCxD.dtype)
         dw_VxD = dw_VxD + _dot("bcv,bcd->vd", d_logits, hidden_BxCxD)
         return (total + jnp.sum(nll_BxC), dw_VxD), _dot("bcv,vd->bcd", d_logits, w_cast_VxD)
