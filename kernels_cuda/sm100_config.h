@@ -5,9 +5,9 @@
 // tensor memory. Warp 0 loads, warp 1 issues products (in a pair, the leading block's only), warp 2 asks for more work, warp 3 allocates
 // tensor memory, warps 4 to 7 turn accumulators into results, 32 rows each.
 //
-// A stage holds 128 bytes of K: 128 rows of A, this block's share of the rows of B, and the scale atoms. Where tensor memory has room for
-// two accumulators (all but MXFP8 with 256 columns: 2 * 256 leave nothing for scales), a tile's results are drained while the next one
-// is multiplied; with one, the products of the next tile start when its last columns have been read.
+// A stage holds 128 bytes of K: 128 rows of A, this block's share of the rows of B, and the scale atoms. There are two accumulators, so
+// that a tile's results are drained while the next one is multiplied. MXFP8 with 256 columns has no room for two beside its scales:
+// there they share 16 columns, which are drained first (see kShared).
 #pragma once
 
 #include "activation.h"
@@ -45,11 +45,17 @@ struct Sm100Config {
   static constexpr int kClcSlots = 2;                  // answers in flight
   static constexpr int kWeightChunk = 128;             // columns of F in one partial sum of d(weight)
 
-  // Tensor memory: accumulators, then 4 columns of A scales, then 8 of B scales.
-  static constexpr int kAccumulators = 2 * kTileN + (kMx ? 12 : 0) <= sm100::kTmemColumns ? 2 : 1;
-  static constexpr int kScaleColumnA = kAccumulators * kTileN;
+  // Tensor memory: two accumulators, then 4 columns of A scales, then 8 of B scales. kShared: columns that are the last of the first
+  // accumulator and the first of the second. The epilogue reads them first; when it has, the previous tile has been read whole, so
+  // that one barrier says both that they are free and that the next accumulator is.
+  static constexpr int kAccumulators = 2;
+  static constexpr int kScaleColumns = kMx ? 12 : 0;
+  static constexpr int kShared = 2 * kTileN + kScaleColumns <= sm100::kTmemColumns ? 0 : 16;
+  static constexpr int kEmptyBarriers = kShared ? 1 : 2;
+  static constexpr int kAccumulatorStep = kTileN - kShared;
+  static constexpr int kScaleColumnA = 2 * kTileN - kShared;
   static constexpr int kScaleColumnB = kScaleColumnA + 4;
-  static constexpr int kTmemColumns = sm100::tmem_allocation(kAccumulators * kTileN + (kMx ? 12 : 0));
+  static constexpr int kTmemColumns = sm100::tmem_allocation(kScaleColumnA + kScaleColumns);
 
   // Shared memory: stages, result panels, scale atoms, work-stealing answers, barriers, the tensor-memory address.
   static constexpr int kSharedLimit = 232448;

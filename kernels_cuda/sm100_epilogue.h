@@ -83,14 +83,24 @@ struct Sm100Epilogue {
     Isa::fence_after_sync();
   }
   MOE_FN void load(uint32_t (&v)[32], int column) const {
-    Isa::tmem_load(sm100::tmem_address(tmem, 32 * warp, accumulator.index * Config::kTileN + column), v);
+    Isa::tmem_load(sm100::tmem_address(tmem, 32 * warp, accumulator.index * Config::kAccumulatorStep + column), v);
     Isa::tmem_wait_load(v);
   }
-  // After the last load of a tile: the issuer may overwrite the accumulators.
-  MOE_FN void end_tile() const {
+  // A tile's columns are read in pieces of kPiece. Accumulators that share columns start at them: the first from its end.
+  template <int kPiece>
+  MOE_FN int piece(int i, int columns) const {
+    return kPiece * (Config::kShared && accumulator.index == 0 ? columns / kPiece - 1 - i : i);
+  }
+  // Whether the issuer may go on after piece i: when the last one has been read, or the shared columns.
+  template <int kPiece>
+  MOE_FN bool frees(int i, int columns) const {
+    return i == (Config::kShared ? 0 : columns / kPiece - 1);
+  }
+  MOE_FN void let_issuer_go_on() const {
     Isa::fence_before_sync();
     Isa::warp_sync();
-    if (lane == 0) Isa::template arrive_leader<Config::kBlocks>(Sm100Barriers<Config>(base).acc_empty(accumulator.index));
+    const uint32_t barrier = Sm100Barriers<Config>(base).acc_empty(Config::kShared ? 0 : accumulator.index);
+    if (lane == 0) Isa::template arrive_leader<Config::kBlocks>(barrier);
   }
 
   // --- result panels -----------------------------------------------------------------------------------------------------------
@@ -115,40 +125,27 @@ struct Sm100Epilogue {
   }
 
   // --- MXFP8 -------------------------------------------------------------------------------------------------------------------
-  // 64 columns of a row, blocks along the row. `matrix` counts tables of rows x columns.
-  MOE_FN void put_by_row(const MxTarget& target, const uint32_t (&words)[32], int64_t rows, int columns, int64_t row, int column,
+  // 32 columns of a row, a block along the row. `matrix` counts tables of rows x columns.
+  MOE_FN void put_by_row(const MxTarget& target, const uint32_t (&pairs)[16], int64_t rows, int columns, int64_t row, int column,
                          int matrix) const {
-    uint32_t codes = 0;
-    MOE_UNROLL
-    for (int s = 0; s < 2; ++s) {
-      uint32_t pairs[16], bytes[8];
-      MOE_UNROLL
-      for (int i = 0; i < 16; ++i) pairs[i] = words[16 * s + i];
-      codes |= quantize_row<Isa>(pairs, bytes) << (8 * s);
-      const int at = column + 32 * s;
-      if (at < columns) Isa::store_sector(target.elements + (matrix * rows + row) * columns + at, bytes);
-    }
+    uint32_t bytes[8];
+    const uint32_t code = quantize_row<Isa>(pairs, bytes);
+    if (column < columns) Isa::store_sector(target.elements + (matrix * rows + row) * columns + column, bytes);
     if (column < (columns + 127) / 128 * 128) {  // inside the table's padding too, where codes are 0
       const int64_t table = mx::interleaved_offset(rows, 0, columns) * matrix;
-      *reinterpret_cast<uint16_t*>(target.codes + table + mx::interleaved_offset(row, column / 32, columns)) = static_cast<uint16_t>(codes);
+      target.codes[table + mx::interleaved_offset(row, column / 32, columns)] = static_cast<uint8_t>(code);
     }
   }
-  // The same, blocks along the warp's 32 rows: the table has `columns` rows, padded to 128, and runs along `rows`.
-  MOE_FN void put_by_column(const MxTarget& target, const uint32_t (&words)[32], int64_t rows, int columns, int64_t row, int column,
+  // The same, a block of the warp's 32 rows per column: the table has `columns` rows, padded to 128, and runs along `rows`.
+  MOE_FN void put_by_column(const MxTarget& target, const uint32_t (&pairs)[16], int64_t rows, int columns, int64_t row, int column,
                             int matrix) const {
     const int64_t padded = (columns + 127) / 128 * 128;
-    MOE_UNROLL
-    for (int s = 0; s < 2; ++s) {
-      uint32_t pairs[16], bytes[8];
-      MOE_UNROLL
-      for (int i = 0; i < 16; ++i) pairs[i] = words[16 * s + i];
-      const uint32_t code = quantize_columns<Isa>(pairs, bytes);
-      const int at = column + 32 * s;
-      if (at < columns) Isa::store_sector(target.elements + (matrix * rows + row) * columns + at, bytes);
-      if (at < padded) {
-        const int64_t table = mx::interleaved_offset(padded, 0, rows) * matrix;
-        target.codes[table + mx::interleaved_offset(at + lane, (row - lane) / 32, rows)] = static_cast<uint8_t>(code);
-      }
+    uint32_t bytes[8];
+    const uint32_t code = quantize_columns<Isa>(pairs, bytes);
+    if (column < columns) Isa::store_sector(target.elements + (matrix * rows + row) * columns + column, bytes);
+    if (column < padded) {
+      const int64_t table = mx::interleaved_offset(padded, 0, rows) * matrix;
+      target.codes[table + mx::interleaved_offset(column + lane, (row - lane) / 32, rows)] = static_cast<uint8_t>(code);
     }
   }
 
@@ -159,7 +156,8 @@ struct Sm100Epilogue {
   template <class Arguments>
   MOE_FN void write_rows(const Task& task, const Arguments& args, bool live, int first_row) {
     MOE_NO_UNROLL
-    for (int column = 0; column < Config::kTileN; column += 64) {
+    for (int p = 0; p < Config::kTileN / 64; ++p) {
+      const int column = piece<64>(p, Config::kTileN);
       uint32_t words[32];
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) {
@@ -170,7 +168,7 @@ struct Sm100Epilogue {
           words[16 * s + i] = live ? Isa::pack_bf16(mx::float_of(v[2 * i]), mx::float_of(v[2 * i + 1])) : 0u;
         }
       }
-      if (column + 64 == Config::kTileN) end_tile();
+      if (frees<64>(p, Config::kTileN)) let_issuer_go_on();
       put(&args.out, words, task.n0 + column, first_row, 0, 0);
     }
   }
@@ -180,7 +178,8 @@ struct Sm100Epilogue {
   MOE_FN void write_gate_up(const Task& task, const Arguments& args, bool live, int first_row) {
     constexpr int kHalf = Config::kTileN / 2;
     MOE_NO_UNROLL
-    for (int column = 0; column < kHalf; column += 64) {
+    for (int p = 0; p < kHalf / 64; ++p) {  // shared columns: the last of up, or the first of gate
+      const int column = piece<64>(p, kHalf);
       uint32_t gate[32], up[32], h[32];
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) {
@@ -197,21 +196,58 @@ struct Sm100Epilogue {
           if (!live) h[at] = 0u;
         }
       }
-      if (column + 64 == kHalf) end_tile();
+      if (frees<64>(p, kHalf)) let_issuer_go_on();
       if (args.save_gate_up) {
         put(&args.gate_up, gate, task.n0 + column, first_row, 0, 0);
         put(&args.gate_up, up, task.n0 + column, first_row, 1, 0);
       }
       if constexpr (Config::kMx) {
-        put_by_row(args.by_row, h, args.num_rows, args.n_extent, first_row + lane, task.n0 + column, 0);
+        MOE_UNROLL
+        for (int s = 0; s < 2; ++s) {
+          uint32_t pairs[16];
+          MOE_UNROLL
+          for (int i = 0; i < 16; ++i) pairs[i] = h[16 * s + i];
+          put_by_row(args.by_row, pairs, args.num_rows, args.n_extent, first_row + lane, task.n0 + column + 32 * s, 0);
+        }
       } else {
         put(&args.out, h, task.n0 + column, first_row, 0, 0);
       }
     }
   }
 
-  // dh0 is accumulated; gate and up come from memory. d(gate), d(up), weight * h, and per 128 columns a partial sum of d(weight), added
-  // in column order.
+  struct GradRow {  // what 32 columns of a row turn into, packed BF16
+    uint32_t d_gate[16], d_up[16], scaled_h[16];
+  };
+  // dh0 is accumulated; gate and up come from memory. `dot` grows by h * dh0, in column order.
+  template <class Arguments>
+  MOE_FN void grad_columns(const Arguments& args, const uint32_t (&dh0)[32], int64_t row, int column, bool live, float weight, float& dot,
+                           GradRow& grad) const {
+    const uint16_t* saved = args.gate_up_2xMxF + row * args.n_extent + column;
+    MOE_UNROLL
+    for (int sector = 0; sector < 2; ++sector) {
+      uint32_t gate[8] = {}, up[8] = {};
+      if (live && column + 16 * sector < args.n_extent) {
+        Isa::load_sector(saved + 16 * sector, gate);
+        Isa::load_sector(saved + args.num_rows * args.n_extent + 16 * sector, up);
+      }
+      MOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const float dh0_lo = mx::float_of(dh0[16 * sector + 2 * i]), dh0_hi = mx::float_of(dh0[16 * sector + 2 * i + 1]);
+        const ActivationGrad lo = activation_backward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act);
+        const ActivationGrad hi = activation_backward<kPlain, Isa>(Isa::bf16_hi(gate[i]), Isa::bf16_hi(up[i]), args.act);
+        const uint32_t h = Isa::pack_bf16(lo.h, hi.h);  // the forward's operand
+        dot = Isa::fma(Isa::bf16_lo(h), dh0_lo, dot);
+        dot = Isa::fma(Isa::bf16_hi(h), dh0_hi, dot);
+        const float dh_lo = Isa::mul(weight, dh0_lo), dh_hi = Isa::mul(weight, dh0_hi);
+        const int to = 8 * sector + i;
+        grad.d_gate[to] = live ? Isa::pack_bf16(Isa::mul(dh_lo, lo.d_gate), Isa::mul(dh_hi, hi.d_gate)) : 0u;
+        grad.d_up[to] = live ? Isa::pack_bf16(Isa::mul(dh_lo, lo.d_up), Isa::mul(dh_hi, hi.d_up)) : 0u;
+        grad.scaled_h[to] = live ? Isa::pack_bf16(Isa::mul(weight, Isa::bf16_lo(h)), Isa::mul(weight, Isa::bf16_hi(h))) : 0u;
+      }
+    }
+  }
+
+  // d(gate), d(up), weight * h, and per 128 columns a partial sum of d(weight).
   template <class Arguments>
   MOE_FN void write_dgrad_down(const Task& task, const Arguments& args, bool live, int first_row) {
     const int64_t row = first_row + static_cast<int>(lane);
@@ -220,59 +256,47 @@ struct Sm100Epilogue {
       const int slot_of_row = args.slot_M[row];
       weight = slot_of_row >= 0 ? args.weight_TxK[slot_of_row] : 0.0f;
     }
-    const uint16_t* saved = args.gate_up_2xMxF + row * args.n_extent;
-    const int64_t half_stride = args.num_rows * args.n_extent;
-    float dot = 0.0f;
+    // A partial sum of d(weight) runs over 128 columns in ascending order, whichever piece comes first.
     MOE_NO_UNROLL
-    for (int column = 0; column < Config::kTileN; column += 64) {
-      uint32_t d_gate[32], d_up[32], scaled[32];
-      MOE_UNROLL
-      for (int s = 0; s < 2; ++s) {
-        uint32_t v[32];
-        load(v, column + 32 * s);
-        if (column + 64 == Config::kTileN && s == 1) end_tile();
+    for (int p = 0; p < Config::kTileN / Config::kWeightChunk; ++p) {
+      const int first = piece<Config::kWeightChunk>(p, Config::kTileN);
+      float dot = 0.0f;
+      // Packed BF16 of 64 columns where they leave through panels; MXFP8 is written 32 columns at a time, which keeps registers free.
+      constexpr int kStep = Config::kMx ? 32 : 64;
+      MOE_NO_UNROLL
+      for (int column = first; column < first + Config::kWeightChunk; column += kStep) {
+        const int at = task.n0 + column;
+        [[maybe_unused]] uint32_t d_gate[32], d_up[32], scaled_h[32];
         MOE_UNROLL
-        for (int sector = 0; sector < 2; ++sector) {  // 16 columns of gate and up
-          uint32_t gate[8] = {}, up[8] = {};
-          const int at = task.n0 + column + 32 * s + 16 * sector;
-          if (live && at < args.n_extent) {
-            Isa::load_sector(saved + at, gate);
-            Isa::load_sector(saved + half_stride + at, up);
-          }
-          MOE_UNROLL
-          for (int i = 0; i < 8; ++i) {
-            const float dh0_lo = mx::float_of(v[16 * sector + 2 * i]), dh0_hi = mx::float_of(v[16 * sector + 2 * i + 1]);
-            const ActivationGrad lo = activation_backward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act);
-            const ActivationGrad hi = activation_backward<kPlain, Isa>(Isa::bf16_hi(gate[i]), Isa::bf16_hi(up[i]), args.act);
-            const uint32_t h = Isa::pack_bf16(lo.h, hi.h);  // the forward's operand
-            dot = Isa::fma(Isa::bf16_lo(h), dh0_lo, dot);
-            dot = Isa::fma(Isa::bf16_hi(h), dh0_hi, dot);
-            const float dh_lo = Isa::mul(weight, dh0_lo), dh_hi = Isa::mul(weight, dh0_hi);
-            const int to = 16 * s + 8 * sector + i;
-            d_gate[to] = live ? Isa::pack_bf16(Isa::mul(dh_lo, lo.d_gate), Isa::mul(dh_hi, hi.d_gate)) : 0u;
-            d_up[to] = live ? Isa::pack_bf16(Isa::mul(dh_lo, lo.d_up), Isa::mul(dh_hi, hi.d_up)) : 0u;
-            scaled[to] = live ? Isa::pack_bf16(Isa::mul(weight, Isa::bf16_lo(h)), Isa::mul(weight, Isa::bf16_hi(h))) : 0u;
+        for (int s = 0; s < kStep / 32; ++s) {
+          uint32_t dh0[32];
+          load(dh0, column + 32 * s);
+          if (frees<Config::kWeightChunk>(p, Config::kTileN) && column + 32 * s + 32 == first + Config::kWeightChunk) let_issuer_go_on();
+          GradRow grad;
+          grad_columns(args, dh0, row, at + 32 * s, live, weight, dot, grad);
+          if constexpr (Config::kMx) {
+            put_by_row(args.by_row, grad.d_gate, args.num_rows, args.n_extent, row, at, 0);
+            put_by_row(args.by_row, grad.d_up, args.num_rows, args.n_extent, row, at, 1);
+            put_by_column(args.by_column, grad.d_gate, args.num_rows, args.n_extent, row, at, 0);
+            put_by_column(args.by_column, grad.d_up, args.num_rows, args.n_extent, row, at, 1);
+            put_by_column(args.scaled_h_by_column, grad.scaled_h, args.num_rows, args.n_extent, row, at, 0);
+          } else {
+            MOE_UNROLL
+            for (int i = 0; i < 16; ++i) {
+              d_gate[16 * s + i] = grad.d_gate[i];
+              d_up[16 * s + i] = grad.d_up[i];
+              scaled_h[16 * s + i] = grad.scaled_h[i];
+            }
           }
         }
-      }
-      if (column % Config::kWeightChunk == 64) {
-        const int first_column = task.n0 + column - 64;
-        if (live && first_column < args.n_extent) {
-          args.weight_partial[first_column / Config::kWeightChunk * args.num_rows + row] = dot;
+        if constexpr (!Config::kMx) {
+          put(&args.out, d_gate, at, first_row, 0, 0);
+          put(&args.out, d_up, at, first_row, 1, 0);
+          put(&args.scaled_h, scaled_h, at, first_row, 0, 0);
         }
-        dot = 0.0f;
       }
-      const int at = task.n0 + column;
-      if constexpr (Config::kMx) {
-        put_by_row(args.by_row, d_gate, args.num_rows, args.n_extent, row, at, 0);
-        put_by_row(args.by_row, d_up, args.num_rows, args.n_extent, row, at, 1);
-        put_by_column(args.by_column, d_gate, args.num_rows, args.n_extent, row, at, 0);
-        put_by_column(args.by_column, d_up, args.num_rows, args.n_extent, row, at, 1);
-        put_by_column(args.scaled_h_by_column, scaled, args.num_rows, args.n_extent, row, at, 0);
-      } else {
-        put(&args.out, d_gate, at, first_row, 0, 0);
-        put(&args.out, d_up, at, first_row, 1, 0);
-        put(&args.scaled_h, scaled, at, first_row, 0, 0);
+      if (live && task.n0 + first < args.n_extent) {
+        args.weight_partial[(task.n0 + first) / Config::kWeightChunk * args.num_rows + row] = dot;
       }
     }
   }
@@ -284,7 +308,8 @@ struct Sm100Epilogue {
     const int matrix = kKind == kWgradGateUp ? 2 * task.expert + task.half : task.expert;
     const int row = first_row + static_cast<int>(lane);
     MOE_NO_UNROLL
-    for (int column = 0; column < Config::kTileN; column += 32) {
+    for (int p = 0; p < Config::kTileN / 32; ++p) {
+      const int column = piece<32>(p, Config::kTileN);
       uint32_t v[32];
       if (any_rows) {
         load(v, column);
@@ -292,7 +317,7 @@ struct Sm100Epilogue {
         MOE_UNROLL
         for (int i = 0; i < 32; ++i) v[i] = 0u;
       }
-      if (column + 32 == Config::kTileN) end_tile();
+      if (frees<32>(p, Config::kTileN)) let_issuer_go_on();
       if (args.accumulate && row < args.m_extent) {
         const float* at = args.dw + (static_cast<int64_t>(matrix) * args.m_extent + row) * args.n_extent + task.n0 + column;
         MOE_UNROLL
@@ -325,7 +350,7 @@ MOE_FN void write_results(const Batch& batch, uint32_t base, uint32_t tmem, uint
     const bool live = in_block + static_cast<int>(epilogue.lane) < rows;
     epilogue.begin_tile();
     if (!is_wgrad(kKind) && rows <= 0) {  // the pair's second block, past the expert's rows: they are another expert's
-      epilogue.end_tile();
+      epilogue.let_issuer_go_on();
     } else if constexpr (kKind == kGateUp) {
       epilogue.write_gate_up(task, args, live, first_row);
     } else if constexpr (kKind == kDgradDown) {
@@ -335,6 +360,7 @@ MOE_FN void write_results(const Batch& batch, uint32_t base, uint32_t tmem, uint
     } else {
       epilogue.write_rows(task, args, live, first_row);
     }
+    Isa::fence_before_sync();  // loads after the issuer was let go on; the next arrival of this warp speaks for them too
     epilogue.accumulator.advance();
     if (task.signal >= 0) {
       if (epilogue.lane == 0) Isa::store_wait_done();

@@ -5,7 +5,8 @@
 //              peer's scales too, is counted here (cutlass #3643).
 //   empty[s]   each: one arrival by commit, when the products that read the stage are done; the loaders wait.
 //   acc_full[a]  each: one arrival by commit; the epilogue warps wait.
-//   acc_empty[a] 4 epilogue warps of every block arrive when they have read the accumulators; the issuer waits.
+//   acc_empty[a] 4 epilogue warps of every block arrive when they have read the accumulators; the issuer waits. One for both
+//              accumulators where they share columns: arrivals then mean that the shared columns have been read.
 //   clc_full[c]  each: one arrival, the block's scheduler, with the 16 bytes of an answer; everybody waits who takes tasks.
 //   clc_empty[c] everybody who took the answer arrives; the leader's scheduler waits.
 #pragma once

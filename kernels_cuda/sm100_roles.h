@@ -87,7 +87,7 @@ MOE_FN void load_tile(const Task& task, const Arguments& args, uint32_t base, Ri
 // Issuer, one thread of the leading block. Scale copies and products of one thread stay in order, so one set of scale columns serves.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base, uint32_t tmem, RingPosition<Config::kStages>& ring,
-                          RingPosition<Config::kAccumulators>& accumulator) {
+                          RingPosition<Config::kAccumulators>& accumulator, RingPosition<Config::kEmptyBarriers>& drained) {
   constexpr int kBlocks = Config::kBlocks;
   constexpr bool kMnA = sm100_mn_major_a(kKind), kMnB = sm100_mn_major_b(kKind);
   // Halves of gate and up that do not fill an atom have their scales in different columns: two products.
@@ -101,18 +101,18 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
   const int half_blocks = sm100_half_blocks<kKind, Config>(task, args);
   const int k_blocks = sm100_k_blocks<kKind, Config>(task, args);
   const int atoms_b = Config::kMx ? sm100_atoms_b<kKind, Config>(task) : 0;
-  const uint32_t d = tmem + accumulator.index * Config::kTileN;
+  const uint32_t d = tmem + accumulator.index * Config::kAccumulatorStep;
   const uint32_t scale_a = tmem + Config::kScaleColumnA;
   const uint32_t scale_b = tmem + Config::kScaleColumnB;
   const uint32_t shift = task.n0 % 128 / 32;  // a tile may start in the middle of an atom
 
-  Isa::template wait_cluster<kBlocks>(bars.acc_empty(accumulator.index), accumulator.phase ^ 1);
+  Isa::template wait_cluster<kBlocks>(bars.acc_empty(drained.index), drained.phase ^ 1);
   Isa::fence_after_sync();
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     const int in_half = kKind == kDgradGateUp && kb >= half_blocks ? kb - half_blocks : kb;
     const int products = sm100_products<Config>(k_extent, in_half);
-    Isa::template wait_cluster<kBlocks>(bars.full(ring.index), ring.phase);
+    Isa::barrier_wait(bars.full(ring.index), ring.phase);  // block scope: only bytes arrive here, and the tensor core reads them
     Isa::fence_after_sync();
     if constexpr (Config::kMx) {
       const uint32_t scales = base + Config::kScaleOffset + ring.index * Config::kScaleStageBytes;
@@ -147,6 +147,7 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
   }
   Isa::template commit<kBlocks>(bars.acc_full(accumulator.index));  // an expert without rows has no products: an arrival all the same
   accumulator.advance();
+  drained.advance();
 }
 
 template <Kind kKind, class Isa, class Config, class Batch>
@@ -161,9 +162,10 @@ template <Kind kKind, class Isa, class Config, class Batch>
 MOE_FN void issue_products(const Batch& batch, uint32_t base, uint32_t tmem) {
   RingPosition<Config::kStages> ring;
   RingPosition<Config::kAccumulators> accumulator;
+  RingPosition<Config::kEmptyBarriers> drained;
   Sm100Tasks<Isa, Config, false> tasks(batch, base);
   MOE_NO_UNROLL
-  for (Task task; tasks.take(task);) multiply_tile<kKind, Isa, Config>(task, batch.args, base, tmem, ring, accumulator);
+  for (Task task; tasks.take(task);) multiply_tile<kKind, Isa, Config>(task, batch.args, base, tmem, ring, accumulator, drained);
 }
 
 // Scheduler, one thread of every block: the leader asks, each counts the answer on its own barrier.

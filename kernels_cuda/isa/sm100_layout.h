@@ -18,8 +18,8 @@ constexpr int kMxBlock = 32;        // elements that share a scale
 
 // --- shared-memory descriptors ----------------------------------------------------------------------------------------------
 // [0,14) address >> 4; [16,30) leading offset >> 4; [32,46) stride offset >> 4; [46,48) version, 1 here; [49,52) base offset, 0
-// because every panel starts at a multiple of 1024; [52] leading offset absolute, 0; [61,64) layout. Hopper's layout field is two
-// bits elsewhere with other codes (portable.h): the two encoders have nothing in common but the first three fields.
+// because every panel starts at a multiple of 1024; [52] leading offset absolute, 0; [61,64) layout. Hopper's descriptor
+// has no version and a layout field of two bits with other codes (portable.h): two encoders.
 enum Swizzle : uint32_t { kSwizzleNone = 0, kSwizzle128 = 2, kSwizzle64 = 4, kSwizzle32 = 6 };
 
 MOE_HOST_FN constexpr uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes, Swizzle swizzle) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,6 +20,27 @@ using machine::Map;
 
 enum class Data { kIntegers, kRandom };  // integers: every sum is exact, so results must be equal bit for bit
 
+// Buffers start where cudaMalloc would let them: the programs rely on 32 bytes.
+template <class T>
+struct Aligned {
+  using value_type = T;
+  Aligned() = default;
+  template <class U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{256})); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{256}); }
+  template <class U>
+  bool operator==(const Aligned<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const Aligned<U>&) const {
+    return false;
+  }
+};
+template <class T>
+using Buffer = std::vector<T, Aligned<T>>;
+
 struct Shape {
   std::vector<int> count;  // rows of each expert
   int d, f;
@@ -28,8 +50,8 @@ struct Shape {
 struct Operand {
   bool mx, mn_major;
   int rows, k, halves, experts;
-  std::vector<uint8_t> elements;
-  std::vector<uint8_t> codes;
+  Buffer<uint8_t> elements;
+  Buffer<uint8_t> codes;
   std::vector<double> values;  // [matrix][row][k]
 
   int matrices() const { return halves * experts; }
@@ -103,7 +125,7 @@ inline Map scale_map(const Operand& o) {
 
 struct Target {  // a quantised result
   int matrices, rows, columns;
-  std::vector<uint8_t> elements, codes;
+  Buffer<uint8_t> elements, codes;
 
   Target() : matrices(0), rows(0), columns(0) {}
   Target(int matrices_, int rows_, int columns_, bool by_column) : matrices(matrices_), rows(rows_), columns(columns_) {
@@ -123,7 +145,7 @@ inline uint32_t oracle_code(double amax) {
 
 // Bits of BF16 rows to E4M3, blocks along the row or along 32 rows; only rows of groups are written.
 template <class Grouped>
-void oracle_quantize(const std::vector<uint16_t>& values, Target& target, int matrix, bool by_column, Grouped grouped) {
+void oracle_quantize(const Buffer<uint16_t>& values, Target& target, int matrix, bool by_column, Grouped grouped) {
   const int rows = target.rows, columns = target.columns, padded = (columns + 127) / 128 * 128;
   const int64_t table = by_column ? mx::interleaved_offset(padded, 0, rows) : mx::interleaved_offset(rows, 0, columns);
   const int block_rows = by_column ? 32 : 1, block_columns = by_column ? 1 : 32;
@@ -149,10 +171,10 @@ void oracle_quantize(const std::vector<uint16_t>& values, Target& target, int ma
 }
 
 struct Results {
-  std::vector<uint16_t> rows;     // BF16 h | y | dx | d(gate, up)
-  std::vector<uint16_t> gate_up;  // saved
-  std::vector<uint16_t> scaled_h;
-  std::vector<float> dw, weight_partial;
+  Buffer<uint16_t> rows;     // BF16 h | y | dx | d(gate, up)
+  Buffer<uint16_t> gate_up;  // saved
+  Buffer<uint16_t> scaled_h;
+  Buffer<float> dw, weight_partial;
   Target by_row, by_column, scaled_by_column;
 };
 
@@ -166,14 +188,16 @@ struct Case {
   std::vector<int> start;
   int rows = 0;  // M: the padded groups, and 128 rows of nobody
   Operand a, b;
-  std::vector<uint16_t> gate_up;  // kDgradDown
-  std::vector<float> weight;
+  Buffer<uint16_t> gate_up;  // kDgradDown
+  Buffer<float> weight;
   std::vector<int> slot;
   Results before, expected;
   std::vector<Task> tasks;
-  std::vector<int> signals;
+  std::vector<int> signals, targets;
+  bool dependent = false;  // tasks wait for earlier ones; needs one cluster without stealing
 
-  Case(const Shape& shape_, Data data_, bool accumulate_ = false) : shape(shape_), data(data_), accumulate(accumulate_) {
+  // Without an oracle only the run is possible: for timing.
+  Case(const Shape& shape_, Data data_, bool accumulate_ = false, bool oracle = true) : shape(shape_), data(data_), accumulate(accumulate_) {
     for (int count : shape.count) {
       start.push_back(rows);
       rows += (count + 127) / 128 * 128;
@@ -183,7 +207,7 @@ struct Case {
     make_operands(random);
     make_buffers(random);
     make_tasks();
-    compute();
+    if (oracle) compute();
   }
 
   int experts() const { return static_cast<int>(shape.count.size()); }
@@ -229,7 +253,7 @@ struct Case {
 
   void make_buffers(std::mt19937& random) {
     const size_t M = static_cast<size_t>(rows), F = static_cast<size_t>(shape.f), D = static_cast<size_t>(shape.d);
-    auto bf16s = [&](size_t n) { return std::vector<uint16_t>(n, 0xFFFF); };
+    auto bf16s = [&](size_t n) { return Buffer<uint16_t>(n, 0xFFFF); };
     switch (kKind) {
       case kGateUp:
         before.gate_up = bf16s(2 * M * F);
@@ -308,7 +332,7 @@ struct Case {
     const int D = shape.d, F = shape.f;
     const Activation plain;
     auto grouped = [&](int row) { return is_grouped(row); };
-    std::vector<uint16_t> h(static_cast<size_t>(rows) * F, 0), d_gate = h, d_up = h, scaled = h;
+    Buffer<uint16_t> h(static_cast<size_t>(rows) * F, 0), d_gate = h, d_up = h, scaled = h;
     for (int e = 0; e < experts(); ++e) {
       const int end = start[e] + (shape.count[e] + 127) / 128 * 128;
       for (int r = start[e]; r < end && !is_wgrad(kKind); ++r) {
@@ -406,6 +430,12 @@ struct Case {
     args.by_column = results.by_column.target();
     args.scaled_h_by_column = results.scaled_by_column.target();
     signals.assign(tasks.size(), 0);
+    targets.assign(tasks.size(), 4 * Config::kBlocks);
+    for (size_t i = 1; i < tasks.size() && dependent; ++i) {
+      if (i % 3 != 0) tasks[i].wait = static_cast<int>((i - 1) / 3 * 3);
+    }
+    args.counters = signals.data();
+    args.targets = targets.data();
     args.signals = signals.data();
     args.weight_TxK = weight.data();
     args.slot_M = slot.data();
@@ -420,7 +450,7 @@ struct Case {
     batch.num_tasks = &count;
     machine::Launch launch;
     launch.blocks = Config::kBlocks;
-    launch.clusters = Config::kStealing ? count + 2 : 2;  // with stealing a cluster per task, and some that have none
+    launch.clusters = Config::kStealing ? count + 2 : dependent ? 1 : 2;  // with stealing a cluster per task, and some that have none
     launch.stealing = Config::kStealing;
     launch.threads = Config::kThreads;
     launch.shared_bytes = Config::kSharedBytes;
@@ -446,12 +476,12 @@ struct Case {
     return std::string(what) + ": " + std::to_string(different) + " of " + std::to_string(bytes) + " bytes differ, the first at " + std::to_string(first);
   }
   template <class T>
-  static std::string same(const char* what, const std::vector<T>& ours, const std::vector<T>& theirs) {
+  static std::string same(const char* what, const Buffer<T>& ours, const Buffer<T>& theirs) {
     return bytes_differ(what, ours.data(), theirs.data(), ours.size() * sizeof(T));
   }
   // FP32 within 1e-6 of the norm; BF16 within one rounding of that.
   template <class T, class Value>
-  static std::string close(const char* what, const std::vector<T>& ours, const std::vector<T>& theirs, double tolerance, Value value) {
+  static std::string close(const char* what, const Buffer<T>& ours, const Buffer<T>& theirs, double tolerance, Value value) {
     double difference = 0, norm = 0;
     for (size_t i = 0; i < ours.size(); ++i) {
       if (std::memcmp(&ours[i], &theirs[i], sizeof(T)) == 0) continue;  // NaN where nothing is written, too

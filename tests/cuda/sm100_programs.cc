@@ -22,16 +22,20 @@ const Shape kRagged = {{150, 0, 1, 40}, 160, 224};
 const Shape kRagged16 = {{150, 0, 1, 40}, 144, 208};
 const Shape kWhole = {{256, 128}, 256, 128};
 
+enum Option { kNothing, kAccumulate, kDependent };
+
 template <Kind kKind, class Config>
-void check(const char* name, const Shape& shape, bool accumulate = false) {
+void check(const char* name, const Shape& shape, Option option = kNothing) {
+  const bool accumulate = option == kAccumulate;
   const std::string full = std::string(name) + (Config::kMx ? " mxfp8" : " bf16") + ", " + std::to_string(Config::kBlocks) + " block(s), N " +
-                           std::to_string(Config::kTileN) + (Config::kStealing ? ", stealing" : "") + (accumulate ? ", accumulate" : "") +
+                           std::to_string(Config::kTileN) + (Config::kStealing ? ", stealing" : "") + (accumulate ? ", accumulate" : option == kDependent ? ", dependent tasks" : "") +
                            ", D " + std::to_string(shape.d);
   if (!only.empty() && full.find(only) == std::string::npos) return;
   const auto begin = std::chrono::steady_clock::now();
   ++cases;
   std::string wrong;
   Case<kKind, Config> integers(shape, Data::kIntegers, accumulate);
+  integers.dependent = option == kDependent;
   for (int seed = 0; seed < schedules && wrong.empty(); ++seed) wrong = integers.template run<HostSm100>(static_cast<uint32_t>(seed));
   if (wrong.empty()) {
     Case<kKind, Config> random(shape, Data::kRandom, accumulate);
@@ -77,6 +81,8 @@ void run_all() {
   check<kDown, Mx<2, 256, true>>("down", kRagged);
   check<kDown, Mx<2, 256, true>>("down", kWhole);
   check<kDown, Bf16<1, 64, false>>("down", kRagged16);
+  check<kDown, Mx<1, 128, false>>("down", kRagged, kDependent);
+  check<kDown, Mx<2, 256, false>>("down", kRagged, kDependent);
   check<kDown, Bf16<1, 192, true>>("down", kRagged16);
   check<kDown, Bf16<2, 64, false>>("down", kRagged16);
   check<kDown, Bf16<2, 256, true>>("down", kRagged16);
@@ -96,12 +102,12 @@ void run_all() {
   check<kWgradDown, Mx<1, 128, false>>("wgrad_down", kRagged);
   check<kWgradDown, Mx<1, 256, true>>("wgrad_down", kRagged);
   check<kWgradDown, Mx<2, 256, false>>("wgrad_down", kRagged);
-  check<kWgradDown, Mx<2, 256, true>>("wgrad_down", kRagged, true);
+  check<kWgradDown, Mx<2, 256, true>>("wgrad_down", kRagged, kAccumulate);
   check<kWgradDown, Bf16<1, 128, false>>("wgrad_down", kRagged16);
   check<kWgradDown, Bf16<2, 256, true>>("wgrad_down", kRagged16);
   check<kWgradGateUp, Mx<1, 128, true>>("wgrad_gate_up", kRagged);
   check<kWgradGateUp, Mx<2, 256, true>>("wgrad_gate_up", kRagged);
-  check<kWgradGateUp, Bf16<1, 192, false>>("wgrad_gate_up", kRagged16, true);
+  check<kWgradGateUp, Bf16<1, 192, false>>("wgrad_gate_up", kRagged16, kAccumulate);
   check<kWgradGateUp, Bf16<2, 128, true>>("wgrad_gate_up", kRagged16);
 #endif
 }

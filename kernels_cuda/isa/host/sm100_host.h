@@ -141,7 +141,7 @@ struct HostSm100 : Host {
     std::memcpy(v, address, 32);
   }
   static int load_acquire(const int* address) {
-    machine::yield();
+    machine::poll();
     return *address;
   }
   static void warp_max(uint32_t (&v)[32]) {

@@ -83,9 +83,10 @@ void schedule() {
     if (s.mode == 2) {
       while (any_progress()) {
       }
-    } else if (s.mode == 1 && s.random() % 4 == 0) {
-      any_progress();
+    } else if (s.random() % 4 == 0 && (s.mode == 1 || s.polling)) {
+      if (any_progress()) s.polls = 0;
     }
+    s.polling = false;
     if (s.ready.empty()) {
       if (any_progress()) continue;
       if (s.finished == static_cast<int>(s.workers.size())) return;
@@ -185,11 +186,11 @@ void settle(Barrier& bar) {
   }
 }
 
-// What the threads of this warp must have done before one of them tells others.
-void check_before_sync(const char* what) {
+// What this thread must have done before it tells others, and with `whole_warp` the lanes it speaks for.
+void check_before_sync(const char* what, bool whole_warp) {
   State& s = *state;
-  const int first = s.self / 32 * 32;
-  for (int i = first; i < first + 32; ++i) {
+  const int first = whole_warp ? s.self / 32 * 32 : s.self, count = whole_warp ? 32 : 1;
+  for (int i = first; i < first + count; ++i) {
     if (s.workers[i].needs_before) {
       fail(std::string(what) + " after tensor-memory accesses without tcgen05.fence::before_thread_sync");
     }
@@ -264,6 +265,14 @@ void yield() {
   if (s.random() % 4 != 0) return;
   s.ready.push_back(s.self);
   sleep("its turn");
+}
+
+void poll() {
+  State& s = *state;
+  if (++s.polls > 200000) fail("a flag that is waited for never comes");
+  s.polling = true;
+  s.ready.push_back(s.self);
+  sleep("a flag");
 }
 
 void meet(int group, int member, int members, const char* name, uint64_t argument, void* data,
@@ -363,7 +372,7 @@ void arrive(int b, uint32_t address, int64_t expect_bytes) {
 }
 
 void barrier_arrive(int b, uint32_t address, int64_t expect_bytes) {
-  check_before_sync("an arrival");
+  check_before_sync("an arrival", true);
   finish_alloc();
   arrive(b, address, expect_bytes);
   yield();
@@ -386,7 +395,7 @@ void barrier_wait(uint32_t address, uint32_t parity) {
 
 void cluster_sync() {
   State& s = *state;
-  check_before_sync("a cluster barrier");
+  check_before_sync("a cluster barrier", false);
   finish_alloc();
   s.at_cluster.push_back(s.self);
   if (s.at_cluster.size() == s.workers.size()) {

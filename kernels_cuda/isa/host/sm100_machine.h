@@ -87,7 +87,8 @@ void commit(uint32_t bar, uint32_t block_mask);
 void steal(uint32_t response, uint32_t bar);
 bool stolen(uint32_t response, uint32_t* first_block);
 
-// A place where other threads may run.
+// A place where other threads may run; and where a thread looks for a flag in memory.
 void yield();
+void poll();
 
 }  // namespace moe::machine

@@ -103,6 +103,8 @@ struct State {
   std::deque<uint32_t>* waiting = nullptr;  // clusters of the grid that nobody has started
   std::deque<uint32_t> elsewhere;
   bool refused = false;
+  bool polling = false;  // the last thread to run looked for a flag: units must not wait for everybody to sleep
+  int polls = 0;
 };
 
 extern State* state;
