@@ -230,6 +230,7 @@ class MeshConfig:
     expert: int = _field(1, "expert-parallel ranks (R); divides num_experts")
     context: int = _field(1, "shards of the sequence")
     tensor: int = _field(1, "shards of heads, head and embedding")
+    spares: int = _field(0, "GPUs left idle at the end of every NVL72 rack (72 devices)", low=0, high=71)
 
 
 @dataclasses.dataclass(frozen=True)

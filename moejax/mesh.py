@@ -7,12 +7,10 @@ A mesh has five axes, always, in this order (the last varies fastest over the de
   context   shards of the sequence
   tensor    shards of heads, output head and embedding
 
-Parameters declare logical names (`nn/param.py`); `logical_to_spec` turns them into a `PartitionSpec`. Nothing is
-repaired in
-silence: what does not fit raises.
+Parameters declare logical names (`nn/param.py`); `logical_to_spec` turns them into a `PartitionSpec`. Nothing is repaired in
+silence: what does not fit raises. Read `mesh_plan.py` next: which mesh for which model and machine, and why.
 """
 
-import dataclasses
 import logging
 import math
 import types
@@ -24,7 +22,6 @@ from jax.sharding import AxisType
 from moejax.config import MeshConfig
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-RACK = 72  # GPUs of one NVLink domain in a GB200/GB300 NVL72
 
 # Logical axis -> mesh axis, several mesh axes, or None (never sharded). Expert weights end up over expert x fsdp, all
 # other matrices over fsdp (their D), heads and vocabulary also over tensor. F is never sharded, so that the products
@@ -153,70 +150,6 @@ def named_sharding(
 ) -> jax.sharding.NamedSharding:
     """The sharding of a tensor on a mesh by `RULES`; errors as in `logical_to_spec`."""
     return jax.NamedSharding(mesh, logical_to_spec(names, tensor_name, shape, mesh))
-
-
-@dataclasses.dataclass(frozen=True)
-class RackPlan:
-    """How the GPUs of a rack are used: `expert` x `fsdp` of them, the rest spare."""
-
-    expert: int
-    fsdp: int
-    spares: int
-
-
-def rack_plans(num_experts: int, gpus: int = RACK) -> list[RackPlan]:
-    """Every expert axis that divides E and fits a rack, with as many `fsdp` shards as fit beside it; largest first."""
-    fits = [expert for expert in range(gpus, 0, -1) if num_experts % expert == 0]
-    return [RackPlan(expert, gpus // expert, gpus % expert) for expert in fits]
-
-
-def nvl72_mesh(
-    num_experts: int,
-    devices: Sequence[jax.Device] | None = None,
-    expert: int | None = None,
-    max_spares: int = 8,
-    axis_type: AxisType = AxisType.Explicit,
-) -> jax.sharding.Mesh:
-    """A mesh over one or more NVL72 racks; prints what it chose and why.
-
-    The expert axis stays inside a rack, where every pair of GPUs has NVLink; racks are replicas (`data`). 72 = 8 x 9 is
-    rarely a multiple of what E divides by, so either GPUs stay spare or `fsdp` fills the rack.
-
-    Args:
-      num_experts: E.
-      devices: all GPUs, rack by rack, a multiple of 72; default: `jax.devices()`.
-      expert: size of the expert axis; None: the largest divisor of E that leaves at most `max_spares` GPUs of a rack
-        idle.
-      max_spares: 8 keeps an expert axis of 64 with a tray's worth of spares; 0 uses every GPU.
-    Raises:
-      ValueError: the device count is not a multiple of 72, or no plan fits; the message lists the plans there are.
-    """
-    devices = list(jax.devices() if devices is None else devices)
-    racks, rest = divmod(len(devices), RACK)
-    if rest or not racks:
-        raise ValueError(f"{len(devices)} devices are not whole racks of {RACK}: use make_mesh for other counts")
-    plan, reason = choose_rack_plan(num_experts, expert, max_spares)
-    chosen = f"data={racks} fsdp={plan.fsdp} expert={plan.expert}, {plan.spares} spare GPUs in each rack"
-    print(f"NVL72 x {racks}: {chosen}: {reason}")
-    kept = [devices[rack * RACK + i] for rack in range(racks) for i in range(RACK - plan.spares)]
-    config = MeshConfig(data=racks, fsdp=plan.fsdp, expert=plan.expert)
-    return make_mesh(config, num_experts, kept, axis_type)
-
-
-def choose_rack_plan(num_experts: int, expert: int | None = None, max_spares: int = 8) -> tuple[RackPlan, str]:
-    """The plan `nvl72_mesh` uses, and why, in a sentence."""
-    plans = rack_plans(num_experts)
-    listed = {p.expert: f"expert={p.expert} fsdp={p.fsdp} ({p.spares} spare)" for p in plans}
-    all_plans = f"plans for {num_experts} experts on {RACK} GPUs: {'; '.join(listed.values())}"
-    if expert is not None:
-        if expert not in listed:
-            raise ValueError(f"expert={expert} does not divide {num_experts} experts, or exceeds a rack; {all_plans}")
-        return next(p for p in plans if p.expert == expert), f"expert={expert} was asked for; {all_plans}"
-    for plan in plans:
-        if plan.spares <= max_spares:
-            why = f"the largest divisor of {num_experts} experts that leaves at most {max_spares} GPUs spare"
-            return plan, f"{why}; {all_plans}"
-    raise ValueError(f"no expert axis leaves at most {max_spares} GPUs spare; {all_plans}")
 
 
 def _fitting(sizes: Mapping[str, int], device_count: int, num_experts: int | None) -> str:

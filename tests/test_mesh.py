@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -12,17 +13,9 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from moejax.config import MeshConfig
-from moejax.mesh import (
-    AXES,
-    RULES,
-    choose_rack_plan,
-    logical_to_spec,
-    make_mesh,
-    named_sharding,
-    rack_plans,
-    resolve_axes,
-)
+from moejax.config import Config, MeshConfig, ModelConfig, MoEConfig, TrainingConfig
+from moejax.mesh import AXES, RULES, logical_to_spec, make_mesh, named_sharding, resolve_axes
+from moejax.mesh_plan import axes_table, check_axes, choose_rack_plan, config_mesh, rack_plans
 from moejax.nn.param import LOGICAL_AXES
 
 
@@ -153,21 +146,21 @@ def test_a_rack_gets_the_largest_expert_axis_within_its_spares(experts, max_spar
     assert (plan.expert, plan.fsdp, plan.spares) == (expert, fsdp, spares)
     assert f"largest divisor of {experts} experts that leaves at most {max_spares} GPUs spare" in reason
     for p in rack_plans(experts):
-        assert experts % p.expert == 0 and p.expert * p.fsdp + p.spares == 72
+        assert experts % p.expert == 0 and p.expert * p.fsdp * p.data + p.spares == 72
         assert p.expert <= expert or p.spares > max_spares
     asked, reason = choose_rack_plan(experts, expert=4)
     assert (asked.expert, asked.fsdp, asked.spares) == (4, 18, 0) and "was asked for" in reason
 
 
 def test_an_expert_axis_that_fits_no_rack_is_refused():
-    with pytest.raises(ValueError, match=r"expert=48 does not divide 256 experts.*expert=64 fsdp=1 \(8 spare\)"):
+    with pytest.raises(ValueError, match=r"(?s)expert=48 does not divide 256 experts.*\n  64 +1 +1 +8 +4\n"):
         choose_rack_plan(256, expert=48)
 
 
 RACKS = """
 import jax
 from jax.sharding import AxisType
-from moejax.mesh import nvl72_mesh
+from moejax.mesh_plan import nvl72_mesh
 one = nvl72_mesh(256, jax.devices()[:72])
 assert dict(one.shape) == {"data": 1, "fsdp": 1, "expert": 64, "context": 1, "tensor": 1}, one.shape
 two = nvl72_mesh(160, axis_type=AxisType.Auto)
@@ -187,12 +180,65 @@ def test_racks_of_72_devices_keep_their_spares_and_say_why():
         [sys.executable, "-c", RACKS], env={**os.environ, **flags}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith(
-        "NVL72 x 1: data=1 fsdp=1 expert=64, 8 spare GPUs in each rack: the largest divisor of 256"
+    one, two, refused = done.stdout.replace("71 devices", "NVL72 x 71 devices").split("NVL72 x ")[1:]
+    assert one.startswith("1: data=1 fsdp=1 expert=64, 8 spare GPUs in each rack: the largest divisor of 256")
+    assert re.search(r"\n  64 +1 +1 +8 +4 +<- chosen\n", one)
+    assert two.startswith("2: data=2 fsdp=2 expert=32, 8 spare GPUs in each rack")
+    assert re.search(r"\n  8 +9 +1 +0 +20\n", two) and re.search(r"\n  40 +1 +1 +32 +4 +too many spares\n", two)
+    assert refused == "71 devices are not whole racks of 72: use make_mesh for other counts\n"
+
+
+def test_the_rest_of_a_rack_shards_the_width_only_where_it_divides():
+    qwen, _ = choose_rack_plan(128, max_spares=0, d_model=2048, unit=32)
+    assert (qwen.data, qwen.fsdp, qwen.expert, qwen.spares) == (9, 1, 8, 0)  # 9 does not divide 2048
+    wide, reason = choose_rack_plan(128, max_spares=0, d_model=4608, unit=32)
+    assert (wide.data, wide.fsdp, wide.expert, wide.spares) == (1, 9, 8, 0)
+    assert "D = 4608" in reason
+    blocks, _ = choose_rack_plan(128, max_spares=0, d_model=144, unit=32)
+    assert blocks.fsdp == 1  # 144 / 9 = 16 is no whole MX block
+
+
+def config_of(recipe="fp32", **mesh):
+    return Config(
+        recipe=recipe,
+        model=ModelConfig(vocab_size=200, d_model=96, num_heads=6, num_kv_heads=2),
+        moe=MoEConfig(num_experts=8),
+        training=TrainingConfig(global_batch=24, micro_batches=2, sequence_length=64),
+        mesh=MeshConfig(**mesh),
     )
-    assert (
-        lines[1].startswith("NVL72 x 2: data=2 fsdp=2 expert=32, 8 spare GPUs in each rack")
-        and "expert=8 fsdp=9" in lines[1]
-    )
-    assert lines[2] == "71 devices are not whole racks of 72: use make_mesh for other counts"
+
+
+def test_a_mesh_is_explained_by_what_it_splits(capsys):
+    mesh = config_mesh(config_of(data=1, fsdp=2, expert=2, tensor=2))
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 2}
+    printed = capsys.readouterr().out
+    assert printed.startswith("mesh data=1 fsdp=2 expert=2 context=1 tensor=2 over 8 devices\n")
+    for line in (r"moe.num_experts \(E\) +expert=2 +8 +4", r"model.num_kv_heads \(C\) +tensor=2 +2 +1",
+                 r"rows of a micro-batch \(B\) +data=1 x fsdp=2 x expert=2 +12 +3"):  # fmt: skip
+        assert re.search(line, printed), line
+    assert dict(config_mesh(config_of(), jax.devices()[:1]).shape)["data"] == 1  # one device: nothing to explain
+    assert capsys.readouterr().out == ""
+    assert len(axes_table(config_of(), mesh.shape).splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "message"),
+    [
+        ("fp32", {"data": 2, "tensor": 4},
+         r"num_heads \(N\) = 6 does not divide over tensor=4: 1, 2, 3, 6 would fit; .*num_kv_heads \(C\) = 2 does not"),
+        ("fp32", {"fsdp": 5, "data": 1}, r"d_model \(D\) = 96 does not divide over fsdp=5: 1, 2, 3, 4, 6, 8 would fit"),
+        ("mxfp8", {"fsdp": 4, "data": 1}, r"d_model \(D\) = 96 does not divide into multiples of 32 over fsdp=4: 1, 3 would"),
+        ("fp32", {"context": 3, "data": 1}, r"sequence_length \(L\) = 64 does not divide over context=3"),
+        ("fp32", {"data": 2, "fsdp": 2, "expert": 2},
+         r"rows of a micro-batch \(B\) = 12 does not divide over data=2 x fsdp=2 x expert=2"),
+    ],
+)  # fmt: skip
+def test_axes_that_do_not_divide_what_they_split_are_refused(recipe, mesh, message):
+    sizes = dict.fromkeys(AXES, 1) | mesh
+    with pytest.raises(ValueError, match=message):
+        check_axes(config_of(recipe), sizes)
+
+
+def test_spares_need_whole_racks():
+    with pytest.raises(ValueError, match="8 devices are not whole racks of 72"):
+        config_mesh(config_of(spares=8))

@@ -18,8 +18,12 @@ A backend that does dispatch and combine itself has, instead of or beside the la
     ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan, experts, spec, accumulator=None)
         -> dx_TxD, d_weight_TxK, d_experts
 
-which `moe_ffn` uses where no transport is needed (R = 1). The row-level pair reads `count_E` and `start_E` of the plan alone,
-and runs once per window of rows where a transport cuts them into windows (`transport_exchange.py`). With `STACKED = True` a backend reads and accumulates one layer of a
+which `moe_ffn` uses where no transport is needed (R = 1). The row-level pair reads `count_E` and `start_E` of the plan
+alone, and runs once per window where a transport cuts the rows into windows. Beside it a backend may have
+
+    combine(y_TxKxD, weight_TxK, used_TxK, dtype) -> y_TxD
+
+so that both forms round the sum of slots alike. With `STACKED = True` a backend reads and accumulates one layer of a
 stack of experts in place (`ExpertWeights.layer`); others are given a slice.
 """
 

@@ -4,7 +4,8 @@ Ranks tell each other how many rows they have for every expert (R x E numbers), 
 rows lie in the order (expert, source rank, token, slot) of the rank that holds the expert: the order of `schedule.py`,
 so the bits of the layer are the same. What one rank holds has no static bound worth allocating: all tokens may choose
 one rank. So rows are handled in windows of a fixed size, as many as the fullest rank needs; borders fall on multiples
-of 128 rows of the expert's own order. Read `transport_exchange.py` next, which moves the rows.
+of 128 rows of the expert's own order, and never cut a short rest off the 128 rows before it. Read
+`transport_exchange.py` next, which moves the rows.
 
 Letters: T tokens of this rank, K experts per token, N = T K slots, R ranks, E experts of this rank, G all experts
 (R E), W rows of a window.
@@ -23,6 +24,9 @@ from moejax.ops.spec import SCHEDULE_NAME, TILE, MoESpec
 
 SLACK = 1.25  # a window and a chunk hold this many times the share of balanced routing; more costs memory, less rounds
 _CHUNK_UNIT = 8  # rows
+# Up to so many rows at the end of an expert stay with the 128 before them, as in `ffi/cpu/types.h`: products of a few rows
+# are slow, and a BLAS may round them otherwise, so the same rows must be multiplied together whatever the windows.
+_REST = 64
 
 
 @jax.tree_util.register_dataclass
@@ -114,47 +118,63 @@ class Routes:
       first_RxG, end_RxG: rows [first, end) of each rank, in each expert, on the rank that holds it.
       sent_RxR: rows from each rank (first axis) to each other.
       windows: as many as the fullest rank needs, the same on all ranks.
+      spacing: rows from border to border.
+      rows: W, of a window: a rest may hang over its border.
     """
 
     first_RxG: jax.Array
     end_RxG: jax.Array
     sent_RxR: jax.Array
     windows: jax.Array
-    spec: MoESpec
+    spacing: int
     rows: int
+    spec: MoESpec
 
     @classmethod
     def of(cls, plan: ExchangePlan, spec: MoESpec) -> "Routes":
         """Routes of a plan, in windows of `window_rows`."""
-        rows = window_rows(plan.place_TxK.shape[0], spec)
+        tokens = plan.place_TxK.shape[0]
+        spacing = window_rows(tokens, spec)
         first_RxG = _starts(plan.kept_RxG, spec) + _exclusive(plan.kept_RxG)
         end_RxG = first_RxG + plan.kept_RxG
         last = jnp.max(jnp.where(plan.kept_RxG > 0, end_RxG, 0))
-        return cls(first_RxG, end_RxG, _by_rank(plan.kept_RxG, spec), (last + rows - 1) // rows, spec, rows)
+        windows = (last + spacing - 1) // spacing
+        rows = min(spacing + TILE, rows_bound(tokens * spec.ranks, spec))
+        return cls(first_RxG, end_RxG, _by_rank(plan.kept_RxG, spec), windows, spacing, rows, spec)
 
     def window(self, index) -> "Window":
-        """Rows [index W, (index + 1) W) of every rank."""
-        spec, low, high = self.spec, index * self.rows, (index + 1) * self.rows
+        """Rows between two borders, on every rank."""
+        spec, origin = self.spec, index * self.spacing
         rank = jax.lax.axis_index(spec.axis)
+        low_G, high_G = self._border(origin), self._border(origin + self.spacing)
         # counts of rows below a border are differences of clipped ends
-        first_RxG, end_RxG = jnp.clip(self.first_RxG, low, high), jnp.clip(self.end_RxG, low, high)
+        first_RxG, end_RxG = jnp.clip(self.first_RxG, low_G, high_G), jnp.clip(self.end_RxG, low_G, high_G)
         pair_RxR = _by_rank(end_RxG - first_RxG, spec)
-        before_RxR = _by_rank(jnp.minimum(self.end_RxG, low) - jnp.minimum(self.first_RxG, low), spec)
+        before_RxR = _by_rank(jnp.minimum(self.end_RxG, low_G) - jnp.minimum(self.first_RxG, low_G), spec)
         list_RxR = _exclusive(self.sent_RxR.T).T + before_RxR
 
         mine = functools.partial(_of_rank, rank=rank, experts=spec.local_experts)
-        whole_ExR = mine(self.first_RxG.T), mine(self.end_RxG.T)
+        whole_first_ExR = mine(self.first_RxG.T)
         first_ExR, end_ExR = mine(first_RxG.T), mine(end_RxG.T)
-        groups = Groups(count_E=end_ExR[:, -1] - first_ExR[:, 0], start_E=first_ExR[:, 0] - low)
+        # a group with rows starts at a multiple of 128 anyway; one without may be cut anywhere
+        start_E = (first_ExR[:, 0] + TILE - 1) // TILE * TILE - origin
+        groups = Groups(count_E=end_ExR[:, -1] - first_ExR[:, 0], start_E=jnp.minimum(start_E, self.rows))
 
         # (expert, source) pieces are in row order, so the piece of a row is the last one that starts at or before it
-        row_W = low + jnp.arange(self.rows, dtype=jnp.int32)
-        piece_W = jnp.searchsorted(whole_ExR[0].reshape(-1), row_W, side="right").astype(jnp.int32) - 1
-        used_W = row_W < whole_ExR[1].reshape(-1)[piece_W]
+        row_W = origin + jnp.arange(self.rows, dtype=jnp.int32)
+        piece_W = jnp.searchsorted(whole_first_ExR.reshape(-1), row_W, side="right").astype(jnp.int32) - 1
+        used_W = (row_W >= first_ExR.reshape(-1)[piece_W]) & (row_W < end_ExR.reshape(-1)[piece_W])
         source_W = piece_W % spec.ranks
         earlier_ExR = _exclusive(end_ExR - first_ExR)
         offset_W = (earlier_ExR - first_ExR).reshape(-1)[piece_W] + row_W
         return Window(pair_RxR, list_RxR, groups, used_W, source_W, offset_W, rank)
+
+    def _border(self, row) -> jax.Array:
+        """The border at or behind `row` on the rank of each expert (G,): behind it if a rest is there."""
+        start_G, end_G = self.first_RxG[0], self.end_RxG[-1]
+        rest_G = jnp.where((start_G < row) & (end_G > row) & (end_G - row <= _REST), end_G - row, 0)
+        rest_R = rest_G.reshape(self.spec.ranks, self.spec.local_experts).max(1)
+        return row + jnp.repeat(rest_R, self.spec.local_experts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,7 +222,7 @@ def _ffn_forward(spec, x_TxD, weight_TxK, plan, experts, accumulator):
         run = functools.partial(_run_forward, backend, experts, spec)
         y_TxKxD, saved = way.forward(x_TxD, plan, run, spec)
         with jax.named_scope("moe_combine"):
-            y_TxD = _sum_weighted(y_TxKxD, weight_TxK, way.used_slots(plan, spec)).astype(x_TxD.dtype)
+            y_TxD = _combine(backend, y_TxKxD, weight_TxK, way.used_slots(plan, spec), x_TxD.dtype)
     saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, GATE_UP_NAME), saved)
     return (y_TxD, accumulator), (*residuals, saved)
 
@@ -281,13 +281,22 @@ def _run_backward(backend, experts, spec, x_MxD, dy_MxD, weight_M, saved, plan, 
     return backend.backward(x_MxD, dy_MxD, weight_M, saved, plan, experts, spec, accumulator=buffer)
 
 
-def _sum_weighted(value_TxKxD: jax.Array, weight_TxK: jax.Array, used_TxK: jax.Array) -> jax.Array:
-    """Sum over k of weight * value in slot order in FP32; the caller rounds once."""
-    term_TxKxD = weight_TxK[..., None].astype(jnp.float32) * value_TxKxD.astype(jnp.float32)
-    # Selected after the product: 0 * NaN is NaN, and the weight of a slot without a row is as unread as its value. The
-    # selection also keeps the product apart from the sum: a compiler may join the two into one operation with one
-    # rounding, or not, depending on what else it fuses, so the bits would depend on the program around them.
-    return _sum_slots(jnp.where(used_TxK[..., None], term_TxKxD, 0.0))
+def _combine(backend, y_TxKxD: jax.Array, weight_TxK: jax.Array, used_TxK: jax.Array, dtype) -> jax.Array:
+    """Sum over k of weight * value in slot order in FP32, rounded once to `dtype`."""
+    if hasattr(backend, "combine"):
+        return backend.combine(y_TxKxD, weight_TxK, used_TxK, dtype)
+    # 0 * NaN is NaN: the weight of a slot without a row is as unread as its value
+    used_weight_TxK = jnp.where(used_TxK, weight_TxK, 0.0).astype(jnp.float32)
+
+    def add(slot, total_TxD):
+        value_TxD = jax.lax.dynamic_index_in_dim(y_TxKxD, slot, axis=1, keepdims=False).astype(jnp.float32)
+        weight_Tx1 = jax.lax.dynamic_slice_in_dim(used_weight_TxK, slot, 1, axis=1)
+        return total_TxD + weight_Tx1 * value_TxD
+
+    # A loop, because a compiler may join a product and a sum into one operation with one rounding, or not, depending on
+    # what else it fuses them with. Inside the loop there is nothing else, so the bits do not depend on the program around.
+    zero_TxD = zeros_like_varying((y_TxKxD.shape[0], y_TxKxD.shape[2]), jnp.float32, y_TxKxD)
+    return jax.lax.fori_loop(0, y_TxKxD.shape[1], add, zero_TxD).astype(dtype)
 
 
 def _sum_slots(value_TxKxD: jax.Array) -> jax.Array:

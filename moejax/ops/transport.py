@@ -39,7 +39,7 @@ def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = No
     Args:
       spec: reads ranks, top_k, save.
       name: as in `moe.transport`. None: the one that moves fewer bytes when routing is balanced, of all_gather and
-        all_to_all; all_gather if `save` is gate_up, which only it can keep.
+        all_to_all; all_gather unless `save` is recompute, as only it can keep rows.
       platform: "cpu" or "gpu"; None: JAX's default.
     Raises:
       ValueError: no such transport, or it can't run the spec there; the message names the rule.
@@ -52,8 +52,8 @@ def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = No
         if (rule := refuses(spec.replace(transport=name), platform)) is not None:
             raise ValueError(f"moe.transport {name} cannot run here: {rule}")
         chosen, why = name, "as asked"
-    elif spec.save == "gate_up":
-        chosen, why = "all_gather", "save is gate_up"
+    elif spec.save != "recompute":
+        chosen, why = "all_gather", f"save is {spec.save}"
     else:
         rows = {name: rows_per_token(name, spec) for name in ("all_gather", "all_to_all")}
         chosen = min(rows, key=lambda name: rows[name])
@@ -70,8 +70,8 @@ def refuses(spec: MoESpec, platform: str | None = None) -> str | None:
     platform = platform or jax.default_backend()
     if spec.transport == "all_gather":
         return None
-    if spec.save == "gate_up":
-        return "it keeps no rows for the backward, and save is gate_up: use save recompute, or transport all_gather"
+    if spec.save != "recompute":
+        return f"it keeps no rows for the backward, and save is {spec.save}: use save recompute, or transport all_gather"
     if spec.transport == transport_exchange.RAGGED and platform == "cpu":
         return "XLA has no ragged all-to-all on cpu: use all_to_all"
     return None

@@ -173,13 +173,9 @@ def _chunk_places(window: Window, index, chunk: int):
 def _dispatch_ragged(values_N, window: Window, spec: MoESpec):
     rank, pair_RxR = window.rank, window.pair_RxR
     rows = window.used_W.shape[0]
-    sizes = dict(
-        input_offsets=window.list_RxR[rank],
-        send_sizes=pair_RxR[rank],
-        output_offsets=_before(pair_RxR, axis=0)[rank],
-        recv_sizes=pair_RxR[:, rank],
-    )
-    place_W = jnp.where(window.used_W, _before(pair_RxR[:, rank], axis=0)[window.source_W] + window.offset_W, 0)
+    sent_R, received_R = pair_RxR[rank], pair_RxR[:, rank]
+    sizes = window.list_RxR[rank], sent_R, _before(pair_RxR)[rank], received_R
+    place_W = jnp.where(window.used_W, _before(received_R)[window.source_W] + window.offset_W, 0)
     arrived = []
     for value in values_N:
         packed = _ragged(value, zeros_like_varying((rows, *value.shape[1:]), value.dtype, value), sizes, spec)
@@ -189,22 +185,18 @@ def _dispatch_ragged(values_N, window: Window, spec: MoESpec):
 
 def _return_ragged(packed_W, home, first_R, window: Window, spec: MoESpec):
     rank = window.rank
-    sizes = dict(
-        input_offsets=first_R,
-        send_sizes=window.pair_RxR[:, rank],
-        output_offsets=window.list_RxR[:, rank],
-        recv_sizes=window.pair_RxR[rank],
-    )
+    sizes = first_R, window.pair_RxR[:, rank], window.list_RxR[:, rank], window.pair_RxR[rank]
     return tuple(_ragged(value, array, sizes, spec) for value, array in zip(packed_W, home, strict=True))
 
 
-def _ragged(value, output, sizes: dict, spec: MoESpec) -> jax.Array:
-    value, output, *sizes_R = vary_alike((value, output, *sizes.values()))
+def _ragged(value, output, sizes, spec: MoESpec) -> jax.Array:
+    """`sizes`: where each rank's rows start here, how many they are, where they go there, how many come from each."""
+    value, output, *sizes_R = vary_alike((value, output, *sizes))
     return jax.lax.ragged_all_to_all(value, output, *sizes_R, axis_name=spec.axis)
 
 
-def _before(value_Rxany, axis: int):
-    return jnp.cumsum(value_Rxany, axis=axis, dtype=jnp.int32) - value_Rxany
+def _before(value_Rxany):
+    return jnp.cumsum(value_Rxany, axis=0, dtype=jnp.int32) - value_Rxany
 
 
 def _where(mask, value, other):
