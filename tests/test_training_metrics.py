@@ -114,6 +114,26 @@ def test_report_is_one_page_without_outside_parts():
         ElementTree.fromstring(chart)  # well-formed
 
 
+def test_the_summary_says_how_many_steps_it_leaves_out():
+    """As after somebody deleted metrics.jsonl in the middle of a run."""
+    records = [step_record(step, fetched(step), 0.5, with_load=False) for step in range(31, 41)]
+    values = report.summary(records, HeldOut(nats=300.0, tokens=250, bytes=200), 1000, 400)
+    assert (values["steps"], values["steps_without_record"], values["tokens"]) == (40, 30, 10 * 640)
+    assert "leave out 30 steps whose records are no longer in metrics.jsonl" in report.summary_text(values)
+    whole = report.summary(records[:0], HeldOut(nats=1.0, tokens=1, bytes=1), 1000, 400)
+    assert whole["steps_without_record"] == 0 and "leave out" not in report.summary_text(whole)
+
+
+def test_a_log_that_does_not_write_leaves_the_file_alone(tmp_path):
+    write_steps(tmp_path, 1, 3, finished=0)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    log = MetricLog(tmp_path, finished=1, tensorboard=True, writes=False)
+    log.write(step_record(2, fetched(2), 0.5, with_load=False))
+    log.flush()
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before and not (tmp_path / "tensorboard").exists()
+
+
 def test_heat_map_pixels_show_the_load():
     records = [step_record(step, fetched(step), 0.5, with_load=True) for step in range(1, 4)]
     page = report.report_html(records, {}, "", "", "t")

@@ -6,8 +6,8 @@ judges what it reads. A process ends itself (exit code 75) if
 
 * another one has failed, and said so;
 * another one has been silent for `stall_seconds`: killed, stopped (SIGSTOP), its machine gone;
-* it has itself made no progress for `stall_seconds` since training began, and nobody is silent: a loader or a file system
-  hangs somewhere, and what the others say they are doing tells where.
+* it has itself made no progress for a fifth more than `stall_seconds` since training began, and nobody is silent: a loader or
+  a file system hangs somewhere, and what the others say they are doing tells where.
 
 Two threads, because a call to the store may hang too: one talks to it, the other judges by what the first has got. A process
 that is killed or crashes can't speak for itself; a waiting shell, told of every step, says it (`LastWords`).
@@ -227,7 +227,8 @@ class Watchdog:
         return None
 
     def _no_progress(self, now: float) -> str | None:
-        if not self._training or now - self._progress <= self._stall:
+        # A little later than silence is noticed: of a process that was killed, its silence says more.
+        if not self._training or now - self._progress <= self._stall + 4 * self._interval:
             return None
         reports = {rank: report for rank, (report, _) in sorted(self._heard.items())}
         reports[self._rank] = {"step": self._step, "doing": self._doing}

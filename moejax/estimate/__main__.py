@@ -1,0 +1,163 @@
+"""`python -m moejax.estimate CONFIG --mesh data=..,fsdp=..,expert=..`: what a run needs, and the least time of a step."""
+
+import argparse
+import dataclasses
+import math
+import sys
+
+import jax
+
+from moejax.config import Config, MeshConfig
+from moejax.config_load import ConfigError, load
+from moejax.data.tokenizer import ByteTokenizer, load_tokenizer
+from moejax.estimate.compiling import CompiledStep, compile_step
+from moejax.estimate.hardware import GPUS, Gpu
+from moejax.estimate.memory import Mesh, StateBytes, StepBytes, abstract_on, skeleton_weights, state_bytes, step_bytes
+from moejax.estimate.work import Work, links, parameters, roofline, work
+from moejax.mesh import AXES, resolve_axes
+from moejax.training.errors import one_line_errors
+from moejax.training.state import parameter_counts, with_vocabulary
+
+_GIB = 2**30
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m moejax.estimate",
+        description="Bytes per device, bytes sent, FLOPs and the least time of a training step. Needs no accelerator.",
+    )
+    parser.add_argument("config", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
+    parser.add_argument(
+        "--mesh", default="data=1", help="devices per axis, such as data=9,expert=8 (default: %(default)s)"
+    )
+    parser.add_argument("--gpu", default=",".join(GPUS), help="kinds to estimate for (default: %(default)s)")
+    parser.add_argument(
+        "--compile", action="store_true", help="also compile the real step for this mesh on fake CPU devices"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    with one_line_errors() as outcome:
+        gpus = [_gpu(name) for name in options.gpu.split(",")]
+        sizes = _mesh_sizes(options.mesh)
+        devices = math.prod(sizes.values())
+        jax.config.update("jax_platforms", "cpu")
+        if options.compile:
+            jax.config.update("jax_num_cpu_devices", devices)
+        config = _with_vocabulary(load(options.config, options.overrides))
+        config = dataclasses.replace(config, mesh=MeshConfig(**sizes))
+        resolve_axes(config.mesh, devices, config.moe.num_experts)
+        _check_batch(config, sizes)
+        mesh = Mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+        state, step = state_bytes(config, mesh), step_bytes(config, mesh)
+        todo = work(config, mesh, skeleton_weights(abstract_on(config, mesh), mesh), state, step)
+        print("\n".join(report(config, mesh, state, step, todo, gpus)))
+        if options.compile:
+            print("\n".join(compiled_report(compile_step(config), state, step)))
+    return outcome.exit_code
+
+
+def report(config: Config, mesh: Mesh, state: StateBytes, step: StepBytes, todo: Work, gpus: list[Gpu]) -> list[str]:
+    """The estimate as a person reads it, a line per entry."""
+    whole = abstract_on(config, mesh)
+    total, active = parameter_counts(whole.params, config)
+    assert total == parameters(whole)
+    training = config.training
+    tokens = training.global_batch * training.sequence_length
+    used = state.total + step.batch + step.temporaries
+    lines = [
+        f"{total:,} parameters, {active:,} active per token; recipe {config.recipe}; {tokens:,} tokens per step",
+        f"mesh {' '.join(f'{axis}={mesh.shape[axis]}' for axis in AXES)}: {mesh.size} devices",
+        "",
+        "bytes on each device, between steps (exact)",
+        *_table(dataclasses.asdict(state)),
+        *_table({"state": state.total}),
+        "inside a step (a model of the program XLA makes of backend xla; docs/estimate.md)",
+        *_table(dataclasses.asdict(step)),
+        *_table({"symmetric heap (no megakernel yet)": 0, "all together": used}),
+        "",
+        "FLOPs of each device in a step",
+        f"  {'experts':38}{todo.expert_flops / 1e12:12,.3f} T",
+        f"  {'everything else':38}{todo.dense_flops / 1e12:12,.3f} T",
+        f"  {'of these the model needs':38}{todo.model_flops / 1e12:12,.3f} T",
+        "bytes each device sends in a step",
+        *_table(todo.traffic or {"nothing": 0}),
+        "",
+    ]
+    rows: dict[str, list[str]] = {"": [gpu.name for gpu in gpus]}
+    roofs = [roofline(config, mesh, todo, gpu) for gpu in gpus]
+    rows["memory used"] = [f"{used / gpu.memory_bytes:.0%}" + ("!" if used > gpu.memory_bytes else "") for gpu in gpus]
+    for term in ("products", "HBM", "NVLink", "network"):
+        rows[f"{term}, ms"] = [f"{roof.terms.get(term, 0.0) * 1e3:,.2f}" for roof in roofs]
+    rows["limited by"] = [roof.limit for roof in roofs]
+    rows["step at least, ms"] = [f"{roof.seconds * 1e3:,.2f}" for roof in roofs]
+    rows["  with nothing overlapped"] = [f"{roof.without_overlap * 1e3:,.2f}" for roof in roofs]
+    rows["tokens/s at most, all devices"] = [f"{tokens / roof.seconds:,.0f}" for roof in roofs]
+    lines += [f"{name:32}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows.items()]
+    for gpu in gpus:
+        where = ", ".join(f"{axis} over {link}" for axis, link in links(mesh, gpu).items())
+        if where:
+            lines.append(f"{gpu.name}: {where}")
+    if any(used > gpu.memory_bytes for gpu in gpus):
+        lines.append(
+            "!: does not fit; more devices on fsdp or expert, more micro-batches, or training.remat=layer need less"
+        )
+    return lines
+
+
+def compiled_report(compiled: CompiledStep, state: StateBytes, step: StepBytes) -> list[str]:
+    """What the compiler says beside what was estimated."""
+    held = state.total + step.batch
+    return [
+        "",
+        f"the step compiled for {compiled.devices} CPU devices in {compiled.seconds:.0f} s (numbers of the CPU program)",
+        f"  {'arguments':38}{compiled.argument_bytes / _GIB:12,.3f} GiB  (estimated {held / _GIB:,.3f})",
+        f"  {'temporaries':38}{compiled.temporary_bytes / _GIB:12,.3f} GiB  (estimated {step.temporaries / _GIB:,.3f})",
+        "  collectives: " + (", ".join(f"{n} {name}" for name, n in compiled.collectives.items()) or "none"),
+    ]
+
+
+def _table(values: dict[str, float]) -> list[str]:
+    return [f"  {name.replace('_', ' '):38}{value / _GIB:12,.3f} GiB" for name, value in values.items()]
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, equals, size = part.strip().partition("=")
+        if axis not in sizes or not equals or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"--mesh: {part!r} is not axis=devices: expected numbers for some of {', '.join(AXES)}, such as data=9,expert=8"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _gpu(name: str) -> Gpu:
+    if name.strip() not in GPUS:
+        raise ConfigError(f"--gpu: {name.strip()!r} is not known: expected some of {', '.join(GPUS)}")
+    return GPUS[name.strip()]
+
+
+def _with_vocabulary(config: Config) -> Config:
+    if config.model.vocab_size is not None:
+        return config
+    if config.data.tokenizer == "byte":
+        return with_vocabulary(config, ByteTokenizer.vocab_size)
+    if config.data.tokenizer == "bpe":
+        return with_vocabulary(config, config.data.vocab_size)
+    return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+
+
+def _check_batch(config: Config, sizes: dict[str, int]) -> None:
+    split = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    rows = config.training.global_batch // config.training.micro_batches
+    if rows % split:
+        raise ConfigError(
+            f"a micro-batch has {rows} rows (training.global_batch={config.training.global_batch} / training.micro_batches="
+            f"{config.training.micro_batches}), which do not divide over data x fsdp x expert = {split} devices: "
+            f"use a multiple of {split}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
