@@ -122,9 +122,9 @@ def _training(config: Config) -> Iterator[str]:
             f"training.global_batch x training.sequence_length is {tokens:,} tokens in one step: expected at most "
             f"{_STEP_TOKENS:,}, which is what int32 can count"
         )
-    if config.moe.save == "gate_up" and training.remat == "layer":
+    if config.moe.save in ("gate_up", "gate_up_mx") and training.remat == "layer":
         yield (
-            "moe.save is gate_up, but training.remat=layer does not keep it, so it would be computed twice: "
+            f"moe.save is {config.moe.save}, but training.remat=layer does not keep it, so it would be computed twice: "
             "use training.remat=minimal or none, or moe.save=recompute"
         )
 

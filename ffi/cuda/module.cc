@@ -5,8 +5,10 @@
 #include <string>
 
 #include "cuda/handlers.h"
+#include "cuda/mx_handlers.h"
 #include "cuda/probe.h"
 #include "moe.h"
+#include "mx_moe.h"
 #include "xla/check.h"
 
 namespace nb = nanobind;
@@ -46,6 +48,9 @@ NB_MODULE(_cuda, module) {
     handlers["moejax_probe"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::ProbeHandler));
     handlers["moejax_cuda_moe_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMoeForward));
     handlers["moejax_cuda_moe_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMoeBackward));
+    handlers["moejax_cuda_mx_prepare"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxPrepare));
+    handlers["moejax_cuda_mx_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxForward));
+    handlers["moejax_cuda_mx_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxBackward));
     return handlers;
   }, "Capsules of the handlers, by FFI target name.");
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
@@ -58,5 +63,15 @@ NB_MODULE(_cuda, module) {
              [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width, bool recompute) {
     return moe::backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, recompute);
   }, "Size of the backward's workspace result.");
+  module.def("mx_forward_workspace_bytes",
+             [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width, bool aligned) {
+    const moe::MxOptions options = {aligned ? moe::MxMode::kAligned : moe::MxMode::kExact, false};
+    return moe::mx_forward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, options);
+  }, "Size of the MXFP8 forward's workspace result.");
+  module.def("mx_backward_workspace_bytes", [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width,
+                                               bool aligned, bool wgrad_bf16) {
+    const moe::MxOptions options = {aligned ? moe::MxMode::kAligned : moe::MxMode::kExact, wgrad_bf16};
+    return moe::mx_backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, options);
+  }, "Size of the MXFP8 backward's workspace result.");
   module.def("targets", [] { return nb::make_tuple("sm_90a", "sm_100f"); }, "Architectures the kernels were compiled for.");
 }

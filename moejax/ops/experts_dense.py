@@ -20,6 +20,8 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 def refuses(spec: MoESpec, platform: str) -> str | None:
     """The oracle needs all experts in one place."""
+    if spec.save == "gate_up_mx":
+        return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
     return f"it has no transport, and ranks is {spec.ranks}: use xla" if spec.ranks > 1 else None
 
 

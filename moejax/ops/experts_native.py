@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import native
-from moejax.native import calls, cuda_calls
+from moejax.native import calls, cuda_calls, cuda_mx_calls
 from moejax.ops.experts import ExpertWeights, flat_counts
 from moejax.ops.mxfp8 import MXArray
 from moejax.ops.schedule import Plan
@@ -37,18 +37,33 @@ class NativeCopies:
     down_dgrad_ExDxF: MXArray
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GpuMXCopies:
+    """MX weight operands of the Hopper kernels, both orientations each."""
+
+    gate_up: cuda_mx_calls.MXWeight
+    down: cuda_mx_calls.MXWeight
+
+
 def refuses(spec: MoESpec, platform: str) -> str | None:
-    """Where the compiled module is: every recipe on the CPU, BF16 on one Hopper GPU."""
+    """Where the compiled module is: every recipe on the CPU, BF16 and MXFP8 on one Hopper GPU."""
     if platform != "cpu":
         return _refuses_gpu(spec)
+    if spec.save == "gate_up_mx":
+        return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
     if spec.recipe == "mxfp8" and spec.mx_mode != "exact":
         return f"mx_mode is {spec.mx_mode}, a way to run on Hopper; here MX products are exact: use mx_mode exact"
     return native.missing("_cpu")
 
 
 def _refuses_gpu(spec: MoESpec) -> str | None:
-    if spec.recipe != "bf16":
-        return f"recipe is {spec.recipe}; its GPU kernels are bf16 so far"
+    if spec.recipe == "fp32":
+        return "recipe is fp32; its GPU kernels are for bf16 and mxfp8"
+    if spec.save == "gate_up_mx" and spec.recipe != "mxfp8":
+        return f"save is gate_up_mx but recipe is {spec.recipe}; the residual in MXFP8 belongs to mxfp8"
+    if spec.recipe == "mxfp8" and spec.expert_bias:
+        return "expert_bias is set; its GPU kernels have biases in bf16, not in mxfp8"
     if spec.ranks > 1:
         return f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU"
     if spec.num_experts > _MAX_GPU_EXPERTS:
@@ -71,6 +86,9 @@ def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
         return None
     if spec.recipe == "bf16":
         return gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
+    if _on_gpu():
+        aligned = spec.mx_mode == "aligned"
+        return GpuMXCopies(cuda_mx_calls.prepare(gate_up, aligned), cuda_mx_calls.prepare(down, aligned))
     return NativeCopies(_quantize(gate_up, -1), _quantize(down, -1), _quantize(gate_up, -2), _quantize(down, -2))
 
 
@@ -96,8 +114,12 @@ def backward(x_MxD, dy_MxD, weight_M, saved, plan: Plan, experts: ExpertWeights,
 def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoESpec):
     """y of the tokens, dispatch and combine included, and gate_up ((M, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
     plan, experts = _flat(plan, experts)
-    fprop, _ = _operands(experts, spec)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_gpu() and spec.recipe == "mxfp8":
+        x, mx = x_TxD.astype(jnp.bfloat16), experts.copies
+        y, saved = cuda_mx_calls.moe_forward(x, weight_TxK, rows, mx.gate_up, mx.down, act=spec.act, save=spec.save)
+        return y.astype(x_TxD.dtype), saved
+    fprop, _ = _operands(experts, spec)
     if _on_gpu():
         x = x_TxD.astype(jnp.bfloat16)
         y, saved = cuda_calls.moe_forward(x, weight_TxK, rows, fprop, _biases(experts), act=spec.act, save=_saves(spec))
@@ -113,6 +135,13 @@ def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWe
         )
         return dx, d_weight, _like(gradients, accumulator)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_gpu() and spec.recipe == "mxfp8":
+        x, dy, mx = x_TxD.astype(jnp.bfloat16), dy_TxD.astype(jnp.bfloat16), experts.copies
+        starts = None if accumulator is None else (accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF)
+        dx, d_weight, *gradients = cuda_mx_calls.moe_backward(
+            x, dy, weight_TxK, saved, rows, mx.gate_up, mx.down, starts, act=spec.act, wgrad_bf16=spec.wgrad == "bf16"
+        )
+        return dx.astype(x_TxD.dtype), d_weight, ExpertWeights(*gradients)
     if _on_gpu():
         operands, _ = _operands(experts, spec)
         if accumulator is not None:

@@ -30,7 +30,7 @@ _D_WEIGHT_COLUMNS = 128  # d(weight) sums partials of this many columns in order
 
 def refuses(spec: MoESpec, platform: str) -> str | None:
     """Runs every shape on every platform."""
-    return None
+    return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up" if spec.save == "gate_up_mx" else None
 
 
 def prepare(masters: ExpertWeights, spec: MoESpec):

@@ -69,7 +69,7 @@ class MoESpec:
     ranks: int = 1
     transport: Transport = "all_gather"
     minibatch_rows: int | None = None
-    save: Literal["recompute", "gate_up"] = "recompute"
+    save: Literal["recompute", "gate_up", "gate_up_mx"] = "recompute"
 
     @property
     def top_k(self) -> int:
@@ -117,9 +117,9 @@ def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None)
     save = moe.save
     if save == "auto":
         save = "recompute" if ranks > 1 or config.training.remat != "none" else "gate_up"
-    if save == "gate_up" and config.training.remat == "layer":
+    if save in ("gate_up", "gate_up_mx") and config.training.remat == "layer":
         raise ValueError(
-            f"moe.save is 'gate_up' but training.remat 'layer' does not keep {GATE_UP_NAME!r}, so it would be computed "
+            f"moe.save is {save!r} but training.remat 'layer' does not keep {GATE_UP_NAME!r}, so it would be computed "
             "twice: use remat 'minimal' or 'none', or save 'recompute'"
         )
     spec = MoESpec(
