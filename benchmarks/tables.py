@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check     # exits 1 if that would change the file
 
 A table is asked for by a pair of lines in the page, `<!-- results: h200/moe_peers.jsonl -->` and `<!-- end -->`. A row is a shape
-and a recipe, a column an implementation, a cell its forward and backward rate. The last line of a file about the same thing counts.
+and a recipe, a column an implementation, a cell its forward and backward rate; in a file of training steps a row is an
+implementation, and the columns are its speed, memory and parts. The last line of a file about the same thing counts.
 """
 
 import argparse
@@ -50,7 +51,9 @@ def known_results() -> list[pathlib.Path]:
 
 
 def table(lines: list[dict], source: str) -> str:
-    """A Markdown table of forward / backward rates, and a line that says where they come from."""
+    """A Markdown table of forward / backward rates, or of steps, and a line that says where they come from."""
+    if all(line["pass"] == "step" for line in lines):
+        return step_table(lines, source)
     newest = {
         (line["shape"], line["recipe"], line["impl"], line["pass"]): line for line in lines if line["pass"] in PASSES
     }
@@ -75,6 +78,22 @@ def table(lines: list[dict], source: str) -> str:
     return "\n".join(
         [*out, "", f"From `benchmarks/results/{source}`: {several('date')}, commit {several('commit')}.", ""]
     )
+
+
+def step_table(lines: list[dict], source: str) -> str:
+    """A Markdown table of training steps: tokens per second, milliseconds, peak memory, and milliseconds of each part."""
+    newest = {(line["shape"], line["recipe"], line["impl"]): line for line in lines}
+    parts = list(dict.fromkeys(part for line in newest.values() for part in line.get("split_ms", {})))
+    names = ["step", "recipe", "experts run by", "tokens/s", "ms", "peak GiB", *parts]
+    out = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for (shape, recipe, impl), line in newest.items():
+        split = line.get("split_ms", {})
+        numbers = [f"{line['tokens_per_second']:,}", f"{line['ms']:.1f}", f"{line['peak_bytes'] / 2**30:.1f}"]
+        cells = [shape, recipe, impl, *numbers, *(f"{split[part]:.1f}" if part in split else "–" for part in parts)]
+        out.append("| " + " | ".join(cells) + " |")
+    dates, commits = ({str(line[name])[:10] for line in newest.values()} for name in ("date", "commit"))
+    where = f"From `benchmarks/results/{source}`: {', '.join(sorted(dates))}, commit {', '.join(sorted(commits))}."
+    return "\n".join([*out, "", where, ""])
 
 
 def rewritten(page: str) -> str:
