@@ -26,10 +26,10 @@ cudaError_t launch(const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStre
 
 template <Kind kKind, bool kPlain>
 cudaError_t launch_tile(Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream) {
-  if (tile.blocks == 1 && tile.mx) return launch<kKind, kPlain, Sm100Config<1, 128, true, true>>(batch, max_tasks, stream);
-  if (tile.blocks == 1) return launch<kKind, kPlain, Sm100Config<1, 128, false, true>>(batch, max_tasks, stream);
-  if (tile.blocks == 2 && tile.mx) return launch<kKind, kPlain, Sm100Config<2, 256, true, true>>(batch, max_tasks, stream);
-  if (tile.blocks == 2) return launch<kKind, kPlain, Sm100Config<2, 256, false, true>>(batch, max_tasks, stream);
+  if (tile.blocks == 1 && tile.mx) return launch<kKind, kPlain, Sm100Config<1, kSm100TileN, true, true>>(batch, max_tasks, stream);
+  if (tile.blocks == 1) return launch<kKind, kPlain, Sm100Config<1, kSm100TileN, false, true>>(batch, max_tasks, stream);
+  if (tile.blocks == 2 && tile.mx) return launch<kKind, kPlain, Sm100Config<2, kSm100TileN, true, true>>(batch, max_tasks, stream);
+  if (tile.blocks == 2) return launch<kKind, kPlain, Sm100Config<2, kSm100TileN, false, true>>(batch, max_tasks, stream);
   return cudaErrorInvalidValue;
 }
 

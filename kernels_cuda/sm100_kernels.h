@@ -8,13 +8,14 @@
 
 namespace moe {
 
-// A compiled tile program of a kind: one block of 128 x 128, or a pair of 256 x 256. All take work by Cluster Launch Control.
+// A compiled tile program of a kind: one block of 128 x 256, or a pair of 256 x 256 (narrower tiles read more from the L2 than it is
+// expected to give: benchmarks/gpu_model.py). All take work by Cluster Launch Control.
 struct Sm100Tile {
   int blocks;  // 1 or 2
   bool mx;     // MXFP8, else BF16
 };
 MOE_HOST_FN constexpr int sm100_tile_m(Sm100Tile tile) { return 128 * tile.blocks; }
-MOE_HOST_FN constexpr int sm100_tile_n(Sm100Tile tile) { return 128 * tile.blocks; }
+constexpr int kSm100TileN = 256;
 
 // Launches a cluster per task of the list's capacity `max_tasks` (clusters beyond *batch.num_tasks have no work and are drained).
 // Returns the first CUDA error.

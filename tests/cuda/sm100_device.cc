@@ -187,10 +187,10 @@ void bench_all() {
 }
 
 // What sm100_kernels.cu compiles.
-using Mx1 = Sm100Config<1, 128, true, true>;
-using Mx2 = Sm100Config<2, 256, true, true>;
-using Bf1 = Sm100Config<1, 128, false, true>;
-using Bf2 = Sm100Config<2, 256, false, true>;
+using Mx1 = Sm100Config<1, kSm100TileN, true, true>;
+using Mx2 = Sm100Config<2, kSm100TileN, true, true>;
+using Bf1 = Sm100Config<1, kSm100TileN, false, true>;
+using Bf2 = Sm100Config<2, kSm100TileN, false, true>;
 
 }  // namespace
 

@@ -21,21 +21,26 @@ std::string only;
 const Shape kRagged = {{150, 0, 1, 40}, 160, 224};
 const Shape kRagged16 = {{150, 0, 1, 40}, 144, 208};
 const Shape kWhole = {{256, 128}, 256, 128};
+const Shape kEmpty = {{0, 0, 0}, 160, 224};
 
-enum Option { kNothing, kAccumulate, kDependent };
+enum Option { kNothing, kAccumulate, kDependent, kEdges };
 
 template <Kind kKind, class Config>
 void check(const char* name, const Shape& shape, Option option = kNothing) {
   const bool accumulate = option == kAccumulate;
   const std::string full = std::string(name) + (Config::kMx ? " mxfp8" : " bf16") + ", " + std::to_string(Config::kBlocks) + " block(s), N " +
-                           std::to_string(Config::kTileN) + (Config::kStealing ? ", stealing" : "") + (accumulate ? ", accumulate" : option == kDependent ? ", dependent tasks" : "") +
-                           ", D " + std::to_string(shape.d);
+                           std::to_string(Config::kTileN) + (Config::kStealing ? ", stealing" : "") + (accumulate ? ", accumulate" : option == kDependent ? ", dependent tasks" : option == kEdges ? ", edge codes" : "") +
+                           ", D " + std::to_string(shape.d) + (shape.count[0] == 0 ? ", no rows" : "");
   if (!only.empty() && full.find(only) == std::string::npos) return;
   const auto begin = std::chrono::steady_clock::now();
   ++cases;
   std::string wrong;
   Case<kKind, Config> integers(shape, Data::kIntegers, accumulate);
   integers.dependent = option == kDependent;
+  if (wrong.empty() && option == kEdges) {
+    Case<kKind, Config> edges(shape, Data::kEdges);
+    wrong = edges.template run<HostSm100>(1);
+  }
   for (int seed = 0; seed < schedules && wrong.empty(); ++seed) wrong = integers.template run<HostSm100>(static_cast<uint32_t>(seed));
   if (wrong.empty()) {
     Case<kKind, Config> random(shape, Data::kRandom, accumulate);
@@ -96,6 +101,7 @@ void run_all() {
   check<kDgradGateUp, Mx<1, 128, false>>("dgrad_gate_up", kRagged);
   check<kDgradGateUp, Mx<1, 256, true>>("dgrad_gate_up", kRagged);
   check<kDgradGateUp, Mx<2, 256, true>>("dgrad_gate_up", kRagged);
+  check<kDgradGateUp, Mx<2, 256, true>>("dgrad_gate_up", kEmpty);
   check<kDgradGateUp, Bf16<1, 64, false>>("dgrad_gate_up", kRagged16);
   check<kDgradGateUp, Bf16<2, 128, true>>("dgrad_gate_up", kRagged16);
 #else
@@ -105,6 +111,9 @@ void run_all() {
   check<kWgradDown, Mx<2, 256, true>>("wgrad_down", kRagged, kAccumulate);
   check<kWgradDown, Bf16<1, 128, false>>("wgrad_down", kRagged16);
   check<kWgradDown, Bf16<2, 256, true>>("wgrad_down", kRagged16);
+  check<kWgradDown, Mx<1, 128, true>>("wgrad_down", {{100, 0, 130}, 96, 224}, kEdges);
+  check<kWgradDown, Mx<2, 256, false>>("wgrad_down", {{100, 0, 130}, 96, 224}, kEdges);
+  check<kWgradDown, Mx<1, 256, true>>("wgrad_down", kEmpty);
   check<kWgradGateUp, Mx<1, 128, true>>("wgrad_gate_up", kRagged);
   check<kWgradGateUp, Mx<2, 256, true>>("wgrad_gate_up", kRagged);
   check<kWgradGateUp, Bf16<1, 192, false>>("wgrad_gate_up", kRagged16, kAccumulate);

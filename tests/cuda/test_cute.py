@@ -1,6 +1,6 @@
-"""Blackwell descriptors, layouts and scale offsets against CuTe's, over all supported shapes (cute_check.cc). Needs a C++ compiler, the
-CUDA headers, and the headers of the nvidia-cutlass wheel: `pip install --no-deps nvidia-cutlass==4.2.0.0`, or
-MOEJAX_CUTLASS_INCLUDE=FOLDER. Nothing else in the project uses them."""
+"""Blackwell descriptors, layouts and scale offsets against CuTe's, over all supported shapes (cute_check.cc). Needs a C++
+compiler, the CUDA headers, and the headers of the nvidia-cutlass wheel: `pip install --no-deps nvidia-cutlass==4.2.0.0`,
+or MOEJAX_CUTLASS_INCLUDE=FOLDER. Nothing else in the project uses them."""
 
 import importlib.util
 import os
@@ -9,7 +9,8 @@ import shutil
 import subprocess
 
 import pytest
-from host_build import CXX, KERNELS, ROOT, build
+
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build
 
 
 def cutlass_headers() -> pathlib.Path | None:
@@ -33,7 +34,9 @@ CUTLASS, CUDA = cutlass_headers(), cuda_headers()
 pytestmark = [
     pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH"),
     pytest.mark.skipif(CUDA is None, reason="no CUDA 13 headers"),
-    pytest.mark.skipif(CUTLASS is None, reason="nvidia-cutlass is not installed (pip install --no-deps nvidia-cutlass==4.2.0.0)"),
+    pytest.mark.skipif(
+        CUTLASS is None, reason="nvidia-cutlass is not installed (pip install --no-deps nvidia-cutlass==4.2.0.0)"
+    ),
 ]
 
 

@@ -1,12 +1,14 @@
-"""The Blackwell tile programs on the host machine (kernels_cuda/isa/host/sm100_machine.h): 45 configurations of one and two blocks, all
-kinds of product, MXFP8 and BF16, against plain loops; and the list of faults that the machine must notice. Needs a C++ compiler, no
-GPU. What this can't show: that the hardware does what the machine does (docs/blackwell.md)."""
+"""The Blackwell tile programs on the host machine (kernels_cuda/isa/host/sm100_machine.h): some fifty configurations of one
+and two blocks, all kinds of product, MXFP8 and BF16, against plain loops; and the list of faults that the machine must
+notice. Needs a C++ compiler, no GPU. What this can't show: that the hardware does what the machine does
+(docs/blackwell.md)."""
 
 import re
 import subprocess
 
 import pytest
-from host_build import CXX, KERNELS, ROOT, build_all
+
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build_all
 
 TESTS = ROOT / "tests" / "cuda"
 MACHINE = [KERNELS / "isa" / "host" / name for name in ("sm100_machine.cc", "sm100_tensor.cc")]
@@ -22,7 +24,9 @@ def programs():
     """The program of each part, and that of the faults."""
     flags = ["-O2", "-Wno-psabi", f"-I{KERNELS}", f"-I{TESTS}"]
     headers = [KERNELS, TESTS / "sm100_case.h"]
-    jobs = [([TESTS / "sm100_programs.cc", *MACHINE], [*flags, f"-DSM100_PART={part}"], headers) for part in range(PARTS)]
+    jobs = [
+        ([TESTS / "sm100_programs.cc", *MACHINE], [*flags, f"-DSM100_PART={part}"], headers) for part in range(PARTS)
+    ]
     return build_all([*jobs, ([TESTS / "sm100_faults.cc", *MACHINE], flags, headers)])
 
 

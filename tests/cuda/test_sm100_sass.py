@@ -1,6 +1,6 @@
-"""What the compiler made of the Blackwell kernels: no spills, the products of a stage in order with their scale ids, nothing slow in
-the product loop, tensor memory allocated and freed. Needs nvcc 13.0 or later, no GPU; disassembly needs cuobjdump and nvdisasm too
-(pip: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)."""
+"""What the compiler made of the Blackwell kernels: no spills, the products of a stage in order with their scale ids, nothing
+slow in the product loop, tensor memory allocated and freed. Needs nvcc 13.0 or later, no GPU; disassembly needs cuobjdump
+and nvdisasm too (pip: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)."""
 
 import os
 import pathlib
@@ -13,7 +13,10 @@ import pytest
 
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-BINARIES = [pathlib.Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin", pathlib.Path("/usr/local/cuda/bin")]
+BINARIES = [
+    pathlib.Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin",
+    pathlib.Path("/usr/local/cuda/bin"),
+]
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), *map(str, BINARIES)])
 CUOBJDUMP = shutil.which("cuobjdump", path=SEARCH) if shutil.which("nvdisasm", path=SEARCH) else None
 
@@ -24,7 +27,7 @@ pytestmark = [
 needs_cuobjdump = pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump and nvdisasm are not on PATH")
 
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"]
-KERNEL = re.compile(r"KindE(\d)ELb(\d)ENS_11Sm100ConfigILi(\d)ELi(\d+)ELb(\d)ELb(\d)")
+KERNEL = re.compile(r"KindE(\d)ELb\dENS_11Sm100ConfigILi(\d)ELi(\d+)ELb(\d)ELb\d")
 WGRAD, DGRAD = ("wgrad_down", "wgrad_gate_up"), ("dgrad_down", "dgrad_gate_up")
 
 
@@ -32,8 +35,8 @@ class Kernel:
     """One kernel: its kind and tile, and its instructions (opcode first, operands after) without predicates."""
 
     def __init__(self, name: str, listing: str):
-        kind, plain, blocks, tile_n, mx, stealing = map(int, KERNEL.search(name).groups())
-        self.kind, self.plain, self.blocks, self.tile_n, self.mx, self.stealing = KINDS[kind], plain, blocks, tile_n, mx, stealing
+        kind, blocks, tile_n, mx = map(int, KERNEL.search(name).groups())
+        self.kind, self.blocks, self.tile_n, self.mx = KINDS[kind], blocks, tile_n, mx
         found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", listing, re.M)
         self.address = [int(at, 16) for at, _ in found]
         self.code = [text.strip() for _, text in found]
@@ -61,8 +64,20 @@ class Kernel:
 def compiled(tmp_path_factory):
     """The cubin, and what ptxas said about it."""
     target = tmp_path_factory.mktemp("sm100") / "sm100.cubin"
-    command = [NVCC, "-std=c++17", "-O3", "-gencode", "arch=compute_100f,code=sm_100f", "-Xptxas", "-v", f"-I{KERNELS}", "-cubin"]
-    done = subprocess.run([*command, str(KERNELS / "sm100_kernels.cu"), "-o", str(target)], capture_output=True, text=True)
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        "-gencode",
+        "arch=compute_100f,code=sm_100f",
+        "-Xptxas",
+        "-v",
+        f"-I{KERNELS}",
+        "-cubin",
+    ]
+    done = subprocess.run(
+        [*command, str(KERNELS / "sm100_kernels.cu"), "-o", str(target)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return target, done.stdout + done.stderr
 
@@ -70,7 +85,11 @@ def compiled(tmp_path_factory):
 @pytest.fixture(scope="module")
 def kernels(compiled):
     done = subprocess.run(
-        [CUOBJDUMP, "-sass", str(compiled[0])], capture_output=True, text=True, check=True, env={**os.environ, "PATH": SEARCH}
+        [CUOBJDUMP, "-sass", str(compiled[0])],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": SEARCH},
     )
     found = [Kernel(part.split()[0], part) for part in done.stdout.split("Function :")[1:]]
     assert len(found) == 32, [str(kernel) for kernel in found]  # 6 kinds, 4 tiles, 2 activation forms for two kinds
@@ -116,7 +135,9 @@ def test_instruction_descriptors_are_the_ones_expected(kernels):
         mn_major_a = kernel.kind in WGRAD
         mn_major_b = kernel.kind in WGRAD + DGRAD
         shape = mn_major_a << 15 | mn_major_b << 16 | n // 8 << 17 | m // 16 << 24
-        wanted = [shape | 1 << 23 | i << 29 | i << 4 for i in range(4)] if kernel.mx else [shape | 1 << 4 | 1 << 7 | 1 << 10]
+        wanted = (
+            [shape | 1 << 23 | i << 29 | i << 4 for i in range(4)] if kernel.mx else [shape | 1 << 4 | 1 << 7 | 1 << 10]
+        )
         text = "\n".join(kernel.code)
         for descriptor in wanted:  # as an immediate, or rematerialised as its halves
             assert re.search(rf"\b0x0*{descriptor:x}\b", text), (kernel, hex(descriptor))
@@ -125,7 +146,8 @@ def test_instruction_descriptors_are_the_ones_expected(kernels):
 @needs_cuobjdump
 def test_product_loop_has_no_fences_of_ordinary_memory(kernels):
     for kernel in kernels:
-        slow = [kernel.code[i] for i in kernel.product_loop() if re.match(r"MEMBAR|CCTL|ERRBAR|LD[GS]?\b|ST[GS]?\b", kernel.code[i])]
+        loop = [kernel.code[i] for i in kernel.product_loop()]
+        slow = [text for text in loop if re.match(r"MEMBAR|CCTL|ERRBAR|LD[GS]?\b|ST[GS]?\b", text)]
         assert not slow, (kernel, slow)
 
 
