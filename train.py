@@ -69,6 +69,7 @@ def train(run: RunFolder, config: Config, watchdog: Watchdog) -> int:
         state, position = checkpoints.restore(abstract_state(config, mesh))
         batches.set_state(position)
         print(f"continuing {run.path} from step {finished}")
+    state = jax.block_until_ready(state)  # programs that communicate must not run side by side
 
     total, active = parameter_counts(state.params, config)
     devices = f"{mesh.size} {jax.default_backend()} device(s)"

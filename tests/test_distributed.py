@@ -26,7 +26,7 @@ STEPS, STALL = 20, 20  # a loaded machine may not run a thread for some seconds
 # SGD: Adam would hide a factor of two. A constant rate: the length of the run is no part of the program.
 SETTINGS = [
     "optimizer.name=sgd",
-    "optimizer.learning_rate=0.3",
+    "optimizer.learning_rate=0.1",
     "optimizer.schedule=constant",
     "moe.num_experts=4",
     "training.global_batch=8",
@@ -220,7 +220,6 @@ LAYER = """
     from moejax.distributed import processes
     from moejax.mesh import make_mesh
     from moejax.ops.moe import moe_layer, prepare_experts
-    from moejax.ops.routing import route
     from moejax.ops.spec import moe_spec
 
     keys = dict(argument.split("=") for argument in sys.argv[1:])
@@ -228,28 +227,31 @@ LAYER = """
     with processes(where):
         moe = MoEConfig(num_experts=8, expert_width=28, router=RouterConfig(top_k=3), backend="xla")
         config = Config(model=ModelConfig(d_model=20), moe=moe)
-        draw = np.random.default_rng(0).normal
-        x, logits, dy = (draw(size=(4, 6, n)).astype(np.float32) for n in (20, 8, 20))
-        gate_up, down = draw(size=(8, 2, 28, 20)).astype(np.float32), draw(size=(8, 20, 28)).astype(np.float32)
+        draw = np.random.default_rng(0)
+        x, dy = (draw.normal(size=(4, 6, 20)).astype(np.float32) for _ in range(2))
+        expert = draw.permuted(np.tile(np.arange(8, dtype=np.int32), (4, 6, 1)), axis=-1)[..., :3]
+        weight = draw.random(size=(4, 6, 3), dtype=np.float32)
+        gate_up = draw.normal(size=(8, 2, 28, 20)).astype(np.float32)
+        down = draw.normal(size=(8, 20, 28)).astype(np.float32)
 
         def run(mesh):
             spec = moe_spec(config, mesh)
-            def layer(x, logits, gate_up, down):
-                weight, expert, _ = route(logits, None, spec)
-                return moe_layer(x, weight, expert, prepare_experts(gate_up, down, spec), spec)[0]
-            def both(x, logits, gate_up, down, dy):
-                y, pull = jax.vjp(layer, x, logits, gate_up, down)
+            def both(x, weight, gate_up, down, expert, dy):
+                def layer(x, weight, gate_up, down):
+                    return moe_layer(x, weight, expert, prepare_experts(gate_up, down, spec), spec)[0]
+                y, pull = jax.vjp(layer, x, weight, gate_up, down)
                 return y, *pull(dy)
             whole, experts = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("expert"))
             place = lambda a, s: jax.make_array_from_callback(a.shape, s, lambda i: a[i])
-            inputs = [place(a, experts if a.ndim > 2 and a.shape[0] == 8 else whole) for a in (x, logits, gate_up, down, dy)]
+            inputs = (x, weight, gate_up, down, expert, dy)
+            inputs = [place(a, experts if a is gate_up or a is down else whole) for a in inputs]
             with jax.set_mesh(mesh):
                 return [np.asarray(out) for out in jax.jit(both, out_shardings=whole)(*inputs)]
 
         auto = jax.sharding.AxisType.Auto
         spread = run(make_mesh(MeshConfig(data=1, expert=jax.process_count()), 8, axis_type=auto))
         one = run(make_mesh(MeshConfig(data=1), 8, jax.local_devices(), axis_type=auto))
-        for name, a, b in zip(("y", "dx", "dlogits", "dw_gate_up", "dw_down"), one, spread):
+        for name, a, b in zip(("y", "dx", "d_weight", "dw_gate_up", "dw_down"), one, spread):
             assert np.abs(a).max() > 0 and a.tobytes() == b.tobytes(), name
         print("equal bits on", jax.process_count())
 """

@@ -60,7 +60,6 @@ def fit(
     micro_batches = config.training.micro_batches
     started = 0.0
     watchdog = watchdog or Watchdog(None, 0, 1, 0)
-    watchdog.step(first)
 
     def finish(metrics: dict[str, jax.Array], number: int) -> None:
         """Waits for a step and writes it down. One step behind the device, so that it never waits for us."""
@@ -80,11 +79,12 @@ def fit(
         progress.update(record)
 
     with interrupts or Interrupts() as interrupts, progress:
-        if every and first == 0 and checkpoints.latest() is None:
+        if every and first == 0 and not checkpoints.steps():
             # a full disk shows before the first step, not after the hundredth
             watchdog.doing("saving checkpoint 0")
             checkpoints.save(0, state, batches.get_state())
         pending = None
+        watchdog.step(first)
         started = time.monotonic()
         for number in range(first + 1, total + 1):
             watchdog.doing("loading data")
