@@ -168,6 +168,43 @@ def test_extreme_logits_keep_finite_weights_and_gradients(score_fn):
         np.testing.assert_allclose(np.asarray(d_logits)[0, 1, :2], 0.5 * np.exp([-30.0, -35.0]), rtol=1e-5)
 
 
+def test_sqrtsoftplus_has_a_gradient_at_every_finite_logit():
+    """178 is where e^(x/2) of the form for small logits overflows; -17 is where the two forms meet."""
+    logits = jnp.asarray([[[1000.0, 178.0, 90.0, -16.9, -17.0, -17.1]]], jnp.float32)
+    spec = spec_of(RouterConfig(top_k=6, score_fn="sqrtsoftplus", norm_topk=False), experts=6)
+    slope = jax.grad(lambda x: route(x, None, spec)[0].sum())(logits)[0, 0]
+    x = np.asarray(logits, np.float64)[0, 0]
+    expected = 1 / (1 + np.exp(-x)) / (2 * np.sqrt(np.logaddexp(0.0, x)))
+    np.testing.assert_allclose(slope, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("score_fn", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("logit", [-40.0, -50.0, -80.0, -200.0])
+def test_normalised_weights_have_a_gradient_where_all_scores_nearly_vanish(score_fn, logit):
+    """The sum of the scores is below the square root of the smallest FP32 number, or 0."""
+    logits = (logit + np.array([[[0.0, 0.5, -0.3, 0.2]]])).astype(np.float32)
+    router = RouterConfig(top_k=4, score_fn=score_fn)
+    spec = spec_of(router, experts=4)
+    slot = np.array([1.0, -2.0, 3.0, 0.5])
+
+    def value(x):
+        weight, expert, stats = route(x, None, spec)
+        return jnp.sum(weight * jnp.asarray(slot, jnp.float32)[expert]), stats.prob_sum_E
+
+    (got, share), pullback = jax.vjp(value, jnp.asarray(logits))
+    d_weight, d_share = (
+        pullback((jnp.float32(a), b))[0][0, 0] for a, b in ((1, jnp.zeros(4)), (0, jnp.asarray(slot, jnp.float32)))
+    )
+    x = logits[0, 0].astype(np.float64)
+    score, slope = (np.exp(x), np.exp(x)) if score_fn == "sigmoid" else (np.exp(x / 2), np.exp(x / 2) / 2)
+    total = score.sum() + 1e-20
+    expected = slope / total * (slot - score @ slot / total)
+    np.testing.assert_allclose(got, score @ slot / total, rtol=1e-5, atol=1e-17)
+    np.testing.assert_allclose(share, score / total, rtol=1e-5, atol=1e-17)
+    for d_logits in (d_weight, d_share):
+        np.testing.assert_allclose(d_logits, expected, rtol=1e-4, atol=1e-17)
+
+
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000], ids=["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", ["softmax_norm", "sigmoid_groups", "softmax_after", "identity"])
 def test_a_logit_that_is_not_finite_poisons_its_token_only(name, bits):
@@ -309,6 +346,10 @@ def test_router_logits_are_products_of_fp32_operands():
     assert oracle.relative_norm(db, d_logits.sum((0, 1))) < 1e-6
     with pytest.raises(TypeError, match="w_router_ExD is bfloat16"):
         router_logits(x, w.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"w_router_ExD has shape .* the width of x"):
+        router_logits(x, w[:, 1:])
+    with pytest.raises(ValueError, match=r"router_bias_E has shape \(1,\)"):  # it would broadcast
+        router_logits(x, w, jnp.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -349,6 +390,13 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         (ValueError, r"mask_BxL has shape \(2,\)", lambda: route(logits, None, spec, jnp.ones(2))),
         (ValueError, "without token ids", lambda: route(logits, None, spec, hash_table_VxK=table)),
         (ValueError, r"expected int32 \(vocabulary, 2\)", lambda: route(logits, None, spec, None, token, table[:, :1])),
+        (
+            ValueError,
+            r"int32 \(0, 2\); expected int32 \(vocabulary, 2\)",
+            lambda: route(logits, None, spec, None, token, table[:0]),
+        ),
+        (TypeError, "token_BxL is int8", lambda: route(logits, None, spec, None, token.astype(jnp.int8), table)),
+        (ValueError, "vocab_size is 0", lambda: make_hash_table(0, spec)),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -31,10 +31,19 @@ def router_logits(x_BxLxD: jax.Array, w_router_ExD: jax.Array, router_bias_E: ja
       router_bias_E: FP32 learned bias (`router.router_bias`), or None.
     Raises:
       TypeError: weights or bias are not FP32.
+      ValueError: a shape does not fit the others.
     """
     for name, array in (("w_router_ExD", w_router_ExD), ("router_bias_E", router_bias_E)):
         if array is not None and array.dtype != jnp.float32:
             raise TypeError(f"{name} is {array.dtype}; expected float32: the router runs in FP32 in every recipe")
+    if w_router_ExD.ndim != 2 or w_router_ExD.shape[1] != x_BxLxD.shape[-1]:
+        raise ValueError(
+            f"w_router_ExD has shape {w_router_ExD.shape}; expected (E, {x_BxLxD.shape[-1]}), the width of x"
+        )
+    if router_bias_E is not None and router_bias_E.shape != w_router_ExD.shape[:1]:
+        raise ValueError(
+            f"router_bias_E has shape {router_bias_E.shape}; expected {w_router_ExD.shape[:1]}, one entry per expert"
+        )
     w_router_ExD = _whole(w_router_ExD)
     x_BxLxD = x_BxLxD.astype(jnp.float32)
     # HIGHEST: by default a GPU multiplies FP32 operands in TF32, with 10 bits of mantissa.
@@ -115,8 +124,7 @@ def probabilities(logits_BxLxE: jax.Array, router: RouterConfig) -> jax.Array:
     """
     if router.score_fn in ("softmax", "identity") or not router.score_before_topk:
         return jax.nn.softmax(logits_BxLxE, axis=-1)
-    score_BxLxE = _score(logits_BxLxE, router)
-    return score_BxLxE / (jnp.sum(score_BxLxE, axis=-1, keepdims=True) + NORM_EPSILON)
+    return _shares(_score(logits_BxLxE, router))
 
 
 def make_hash_table(vocab_size: int, spec: MoESpec, seed: int = 0) -> np.ndarray:
@@ -124,7 +132,12 @@ def make_hash_table(vocab_size: int, spec: MoESpec, seed: int = 0) -> np.ndarray
 
     It is state: keep it in the checkpoint, or every token goes where another table says. Source: Hash Layers, arXiv
     2106.04426, with a permutation in place of a hash, so that experts hold equal numbers of tokens.
+
+    Raises:
+      ValueError: the vocabulary is empty.
     """
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size}; expected at least 1")
     spread_VxK = np.asarray(_spread((vocab_size, spec.top_k), spec.num_experts))
     return spread_VxK[np.random.default_rng(seed).permutation(vocab_size)]
 
@@ -135,9 +148,11 @@ def _score(logits_BxLxE, router: RouterConfig):
     if router.score_fn == "sigmoid":
         return jax.nn.sigmoid(logits_BxLxE)
     if router.score_fn == "sqrtsoftplus":
-        # Below -17, log(1 + e^x) is e^x to FP32 precision, and e^(x/2) has a gradient where sqrt(0) has none.
-        usual_BxLxE = jnp.sqrt(jax.nn.softplus(jnp.maximum(logits_BxLxE, -17.0)))
-        return jnp.where(logits_BxLxE < -17.0, jnp.exp(0.5 * logits_BxLxE), usual_BxLxE)
+        # Below -17, log(1 + e^x) is e^x to FP32 precision, and e^(x/2) has a gradient where sqrt(0) has none. Each form
+        # reads -17 where the other is selected: e^(x/2) of a large logit would be Inf, and 0 * Inf in its gradient NaN.
+        low_BxLxE = logits_BxLxE < -17.0
+        small_BxLxE = jnp.exp(0.5 * jnp.where(low_BxLxE, logits_BxLxE, -17.0))
+        return jnp.where(low_BxLxE, small_BxLxE, jnp.sqrt(jax.nn.softplus(jnp.where(low_BxLxE, -17.0, logits_BxLxE))))
     return logits_BxLxE
 
 
@@ -191,8 +206,26 @@ def _combine_weights(logits_BxLxE, chosen_BxLxK, router: RouterConfig):
     else:
         weight_BxLxK = jax.nn.softmax(_take(logits_BxLxE, chosen_BxLxK), axis=-1)
     if router.norm_topk:
-        weight_BxLxK = weight_BxLxK / (jnp.sum(weight_BxLxK, axis=-1, keepdims=True) + NORM_EPSILON)
+        # The K best of a softmax sum to K / E or more, so there the gradient of a plain division is sound.
+        if router.score_fn == "softmax":
+            weight_BxLxK = weight_BxLxK / (jnp.sum(weight_BxLxK, axis=-1, keepdims=True) + NORM_EPSILON)
+        else:
+            weight_BxLxK = _shares(weight_BxLxK)
     return weight_BxLxK * router.route_scale
+
+
+@jax.custom_jvp
+def _shares(score_BxLxC):
+    """Scores over their sum, with a derivative that never squares the sum: below 1e-19 the square is 0 in FP32."""
+    return score_BxLxC / (jnp.sum(score_BxLxC, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+@_shares.defjvp
+def _shares_jvp(primals, tangents):
+    (score_BxLxC,), (d_score_BxLxC,) = primals, tangents
+    share_BxLxC = _shares(score_BxLxC)
+    total_BxLx1 = jnp.sum(score_BxLxC, axis=-1, keepdims=True) + NORM_EPSILON
+    return share_BxLxC, (d_score_BxLxC - share_BxLxC * jnp.sum(d_score_BxLxC, axis=-1, keepdims=True)) / total_BxLx1
 
 
 def _whole(array: jax.Array) -> jax.Array:
@@ -237,7 +270,10 @@ def _check_inputs(logits_BxLxE, bias_E, spec, mask_BxL, token_BxL, hash_table_Vx
         return
     if token_BxL is None:
         raise ValueError("a hash table without token ids: pass token_BxL")
-    if hash_table_VxK.ndim != 2 or hash_table_VxK.shape[1] != top_k or hash_table_VxK.dtype != jnp.int32:
+    if token_BxL.dtype != jnp.int32:
+        raise TypeError(f"token_BxL is {token_BxL.dtype}; expected int32 token ids")
+    vocabulary, *rest = hash_table_VxK.shape or (0,)
+    if vocabulary == 0 or rest != [top_k] or hash_table_VxK.dtype != jnp.int32:
         raise ValueError(
             f"hash table is {hash_table_VxK.dtype} {hash_table_VxK.shape}; expected int32 (vocabulary, {top_k})"
         )
