@@ -91,8 +91,31 @@ def test_bad_operands_are_refused_by_name():
         (TypeError, "group_sizes is float32", lambda: grouped_matmul(x, w, sizes.astype(jnp.float32))),
         (ValueError, "K is 40; recipe mxfp8 needs a multiple of 32", lambda: grouped_matmul(x, w, sizes, "mxfp8")),
         (ValueError, "N is 23; recipe bf16 needs a multiple of 8", lambda: grouped_wgrad(dy[:, 1:], x, sizes, "bf16")),
-        (ValueError, "dy has 204 rows and x 205", lambda: grouped_wgrad(dy[1:], x, sizes)),
+        (ValueError, r"dy \(204, 24\) and x \(205, 40\) do not fit", lambda: grouped_wgrad(dy[1:], x, sizes)),
+        (ValueError, r"dy \(205, 24\) and x \(40,\) do not fit", lambda: grouped_wgrad(dy, x[0], sizes)),
+        (TypeError, "dy is float16", lambda: grouped_wgrad(dy.astype(jnp.float16), x, sizes)),
+        (ValueError, r"group_sizes has shape \(1, 5\)", lambda: grouped_wgrad(dy, x, sizes[None])),
+        (ValueError, r"group_sizes has shape \(0,\)", lambda: grouped_matmul(x, w[:0], sizes[:0])),
     ]
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
             attempt()
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint32, np.int64])
+def test_sizes_of_any_integer_type_and_numpy_operands(dtype):
+    """33000 rows and their sum pass the range of int16."""
+    sizes = np.array([20_000, 0, 13_000], dtype)
+    x, w = np.ones((33_000 + SLACK, 2), np.float32), np.arange(6, dtype=np.float32).reshape(3, 1, 2)
+    for run in (grouped_matmul, jax.jit(grouped_matmul)):
+        y = np.asarray(run(x, w, sizes))[:, 0]
+        np.testing.assert_array_equal(y, np.repeat([1.0, 9.0, 0.0], [20_000, 13_000, SLACK]))
+
+
+def test_sizes_that_do_not_fit_are_nan_everywhere_under_jit():
+    x, w, _, dy = operands()
+    for bad in ([-1, 0, 5, 5, 5], [200, 0, 6, 0, 0], [2**31 - 1, 2**31 - 1, 2, 0, 0]):
+        for leaf in result_and_gradients("fp32", x, w, jnp.asarray(bad, jnp.int32), dy):
+            assert np.isnan(leaf).all()
+    huge = jnp.asarray([2**32 - 1, 0, 5, 5, 5], jnp.uint32)
+    assert np.isnan(jax.jit(grouped_matmul)(x, w, huge)).all()

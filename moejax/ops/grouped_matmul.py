@@ -29,7 +29,7 @@ def grouped_matmul(
     Args:
       x_MxK: FP32 or BF16 rows; group 0 first, groups back to back. Rows past the last group are not read.
       w_ExNxK: FP32 matrices, contraction last.
-      group_sizes_E: int32 rows of each group; their sum is at most M.
+      group_sizes_E: integer rows of each group; their sum is at most M.
       recipe: precision of the products; sums are FP32.
     Returns:
       y_MxN in the dtype of x, zero in rows past the last group.
@@ -37,8 +37,9 @@ def grouped_matmul(
       ValueError: a shape does not fit, K or N is not a multiple of the recipe's unit, or sizes are negative or sum to more than M.
         Sizes that are not known while tracing cannot raise: then every element of y and of every gradient is NaN.
     """
+    x_MxK, w_ExNxK, group_sizes_E = jnp.asarray(x_MxK), jnp.asarray(w_ExNxK), jnp.asarray(group_sizes_E)
     _check(x_MxK, w_ExNxK, group_sizes_E, recipe)
-    return _grouped_matmul(recipe, *vary_alike((x_MxK, w_ExNxK, group_sizes_E)))
+    return _grouped_matmul(recipe, *vary_alike((x_MxK, w_ExNxK, _as_int32(group_sizes_E))))
 
 
 def grouped_wgrad(dy_MxN: jax.Array, x_MxK: jax.Array, group_sizes_E: jax.Array, recipe: Recipe = "fp32") -> jax.Array:
@@ -48,10 +49,11 @@ def grouped_wgrad(dy_MxN: jax.Array, x_MxK: jax.Array, group_sizes_E: jax.Array,
     Returns:
       FP32 dw_ExNxK.
     """
-    _check_rows(x_MxK, group_sizes_E, recipe, {"K": x_MxK.shape[1], "N": dy_MxN.shape[1]})
-    if dy_MxN.shape[0] != x_MxK.shape[0]:
-        raise ValueError(f"dy has {dy_MxN.shape[0]} rows and x {x_MxK.shape[0]}: expected the same")
-    return _wgrad(recipe, *vary_alike((dy_MxN, x_MxK, group_sizes_E)))
+    dy_MxN, x_MxK, group_sizes_E = jnp.asarray(dy_MxN), jnp.asarray(x_MxK), jnp.asarray(group_sizes_E)
+    if dy_MxN.ndim != 2 or x_MxK.ndim != 2 or dy_MxN.shape[0] != x_MxK.shape[0]:
+        raise ValueError(f"dy {dy_MxN.shape} and x {x_MxK.shape} do not fit; expected (M, N) and (M, K)")
+    _check_rows({"dy": dy_MxN, "x": x_MxK}, group_sizes_E, recipe, {"K": x_MxK.shape[1], "N": dy_MxN.shape[1]})
+    return _wgrad(recipe, *vary_alike((dy_MxN, x_MxK, _as_int32(group_sizes_E))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,7 +114,7 @@ class _Layout:
     def __init__(self, group_sizes_E, rows: int):
         # Sizes that do not fit are treated as empty groups, so that no loop leaves its buffer, and `poison` shows them.
         self.fits = jnp.all(group_sizes_E >= 0) & _sum_fits(group_sizes_E, rows)
-        self.count_E = jnp.where(self.fits, group_sizes_E, 0).astype(jnp.int32)
+        self.count_E = jnp.where(self.fits, group_sizes_E, 0)
         padded_E = (self.count_E + TILE - 1) // TILE * TILE
         self.start_E = jnp.cumsum(padded_E) - padded_E
         self.tight_end_E = jnp.cumsum(self.count_E)
@@ -152,6 +154,14 @@ def _sum_fits(group_sizes_E, rows: int):
     return jax.lax.scan(add, start, clipped_E)[0] <= rows
 
 
+def _as_int32(group_sizes_E: jax.Array) -> jax.Array:
+    """Sizes of any integer type as int32; one that does not fit stays too large, or negative."""
+    if group_sizes_E.dtype.itemsize == 8:  # only under jax_enable_x64; narrowing would wrap 2^32 + 3 to 3
+        low = -1 if jnp.issubdtype(group_sizes_E.dtype, jnp.signedinteger) else 0
+        group_sizes_E = jnp.clip(group_sizes_E, low, np.iinfo(np.int32).max)
+    return group_sizes_E.astype(jnp.int32)
+
+
 def _spec(recipe: Recipe, group_sizes_E) -> MoESpec:
     return MoESpec(num_experts=group_sizes_E.shape[0], d_model=0, expert_width=0, recipe=recipe)
 
@@ -165,20 +175,23 @@ def _check(x_MxK, w_ExNxK, group_sizes_E, recipe):
         raise ValueError(
             f"group_sizes has shape {group_sizes_E.shape}; expected ({w_ExNxK.shape[0]},), one for each matrix"
         )
-    _check_rows(x_MxK, group_sizes_E, recipe, {"K": w_ExNxK.shape[2], "N": w_ExNxK.shape[1]})
+    _check_rows({"x": x_MxK}, group_sizes_E, recipe, {"K": w_ExNxK.shape[2], "N": w_ExNxK.shape[1]})
 
 
-def _check_rows(x_MxK, group_sizes_E, recipe, widths):
-    if x_MxK.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(f"x is {x_MxK.dtype}; expected float32 or bfloat16")
+def _check_rows(rows, group_sizes_E, recipe, widths):
+    for name, value in rows.items():
+        if value.dtype not in (jnp.float32, jnp.bfloat16):
+            raise TypeError(f"{name} is {value.dtype}; expected float32 or bfloat16")
     if not jnp.issubdtype(group_sizes_E.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes_E.dtype}; expected int32")
+    if group_sizes_E.ndim != 1 or group_sizes_E.size == 0:
+        raise ValueError(f"group_sizes has shape {group_sizes_E.shape}; expected (E,) with one group or more")
     for letter, width in widths.items():
         backends.check_width(letter, width, recipe)
     if isinstance(group_sizes_E, jax.core.Tracer):
         return
-    sizes, rows = np.asarray(group_sizes_E).astype(np.int64), x_MxK.shape[0]
-    if sizes.size and sizes.min() < 0:
+    sizes, M = np.asarray(group_sizes_E).astype(np.int64), rows["x"].shape[0]
+    if sizes.min() < 0:
         raise ValueError(f"group_sizes holds {sizes.min()}; expected sizes >= 0")
-    if sizes.sum() > rows:
-        raise ValueError(f"group_sizes sum to {sizes.sum()}, but x has {rows} rows: expected a sum of at most {rows}")
+    if sizes.sum() > M:
+        raise ValueError(f"group_sizes sum to {sizes.sum()}, but x has {M} rows: expected a sum of at most {M}")
