@@ -252,3 +252,9 @@ def test_stacked_arrays_keep_their_block_axis_under_scan_and_vmap():
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_counts_that_would_pass_int32_are_refused():
+    x = jax.ShapeDtypeStruct((2**16, 2**15), jnp.bfloat16)
+    with pytest.raises(ValueError, match="2147483648 elements; its counts are int32"):
+        jax.eval_shape(lambda x: mxfp8.quantization_stats(x, quantize(x)), x)

@@ -194,3 +194,33 @@ def test_wrong_arguments_are_named(call, message):
     a = b = quantize(jnp.ones((4, 64)))
     with pytest.raises(ValueError, match=message):
         call(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_that_differ_are_refused_by_every_form(form):
+    """40 and 50 elements are two blocks each, and one block of 128: no later shape would show the mistake."""
+    mx = lambda *shape: quantize(jnp.ones(shape))  # noqa: E731
+    for a, b in ((mx(4, 40), mx(4, 50)), (mx(4, 64), mx(4, 96))):
+        with pytest.raises(ValueError, match=r"along the contraction and the batch axes: expected the same"):
+            dot_general(a, b, CONTRACT_LAST, form=form)
+    with pytest.raises(ValueError, match=r"sizes \(64, 2\) and \(64, 3\)"):
+        dot_general(mx(2, 4, 64), mx(3, 4, 64), (((2,), (2,)), ((0,), (0,))), form=form)
+
+
+def test_grouped_operands_that_do_not_fit_are_refused_by_name():
+    rows, weights = quantize(jnp.ones((128, 64))), quantize(jnp.ones((2, 32, 64)))
+    down = lambda *shape: quantize(jnp.ones(shape), 0)  # noqa: E731
+    two, one = jnp.zeros(2, jnp.int32), jnp.zeros(1, jnp.int32)
+    none = quantize(jnp.ones((0, 64)))
+    refused = [
+        (TypeError, "count_E is float32, expected int32", lambda: grouped_matmul(rows, weights, two, jnp.ones(2))),
+        (ValueError, r"count_E has shape \(1,\), expected \(2,\)", lambda: grouped_matmul(rows, weights, two, one)),
+        (ValueError, r"has shape \(0, 64\), expected .* multiple of 128", lambda: grouped_matmul(none, weights, two, two)),
+        (ValueError, "lhs_MxN has 256 rows and rhs_MxK 128", lambda: grouped_wgrad(down(256, 64), down(128, 32), two, two)),
+        (TypeError, r"accumulator is bfloat16\[2, 64, 32\], expected float32", lambda: grouped_wgrad(
+            down(128, 64), down(128, 32), two, two, accumulator_ExNxK=jnp.zeros((2, 64, 32), jnp.bfloat16))),
+        (ValueError, "rows = 0, expected a positive number", lambda: align(rows, 0)),
+    ]  # fmt: skip
+    for error, message, attempt in refused:
+        with pytest.raises(error, match=message):
+            attempt()

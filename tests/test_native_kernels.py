@@ -84,6 +84,15 @@ def test_mx_takes_vectors_and_ragged_last_blocks():
         calls.mx_quantize(x, -2)
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (3, 0, 40), (0, 0, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_mx_takes_empty_arrays(shape, axis):
+    expected = quantize(jnp.zeros(shape), axis)
+    elements, codes = calls.mx_quantize(jnp.zeros(shape), axis)
+    assert (elements.shape, codes.shape) == (expected.elements.shape, expected.scales.shape)
+    assert calls.mx_dequantize(elements, codes, axis).shape == shape
+
+
 @pytest.mark.parametrize("capacity_factor", [None, "0.5"])
 def test_schedule_equals_the_jax_one(capacity_factor):
     E, K, T = 7, 3, 200

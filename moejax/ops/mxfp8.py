@@ -103,7 +103,7 @@ def quantize(x: jax.Array, axis: int = -1, *, transposed: bool = False) -> MXArr
     """
     x = jnp.asarray(x)
     if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(f"quantize got {x.dtype}[{x.shape}], it takes float32 or bfloat16: cast first, once")
+        raise TypeError(f"quantize got {x.dtype}{list(x.shape)}, it takes float32 or bfloat16: cast first, once")
     axis = _negative(axis, x.ndim)
     if transposed and x.ndim < 2:
         raise ValueError(f"quantize(transposed=True) got shape {x.shape}, it needs at least two axes")
@@ -201,10 +201,16 @@ def quantization_stats(x: jax.Array, mx: MXArray) -> MXStats:
     Args:
       x: the source.
       mx: its quantisation.
+    Raises:
+      ValueError: the shapes differ, or there are too many elements for int32 counts.
     """
     if x.shape != mx.shape:
         raise ValueError(
             f"quantization_stats got x of shape {x.shape} and an MXArray of shape {mx.shape}: they must be one tensor's"
+        )
+    if x.size > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"quantization_stats got shape {x.shape}, {x.size} elements; its counts are int32: pass parts of the tensor"
         )
     magnitude = _bits(x) & _ABS
     byte = element_bytes(mx) & 0x7F

@@ -52,13 +52,25 @@ def dot_general(
     Returns:
       FP32, axes in the order batch, free axes of lhs, free axes of rhs. NaN wherever a poisoned block is read.
     Raises:
-      ValueError: an unknown form, several contractions, or an operand quantised along another axis.
+      ValueError: an unknown form, several contractions, an operand quantised along another axis, sizes that differ.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if form not in FORMS:
         raise ValueError(f"form is {form!r}, expected one of {', '.join(FORMS)}")
     _check_contraction("lhs", lhs, lhs_contract)
     _check_contraction("rhs", rhs, rhs_contract)
+    # Here and not in the product: two contractions of different sizes may still have equally many blocks.
+    lhs_sizes, rhs_sizes = (
+        tuple(mx.shape[axis] for axis in (*contract, *batch))
+        for mx, contract, batch in ((lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch))
+    )
+    if lhs_sizes != rhs_sizes:
+        raise ValueError(
+            f"lhs of shape {lhs.shape} and rhs of shape {rhs.shape} have sizes {lhs_sizes} and {rhs_sizes} along the contraction "
+            "and the batch axes: expected the same"
+        )
+    if min(aligned_rows) < 1:
+        raise ValueError(f"aligned_rows is {aligned_rows}; expected positive numbers of rows")
     if form == "dequantized":
         return jax.lax.dot_general(
             dequantize(lhs),
@@ -99,8 +111,13 @@ def grouped_matmul(
       form, aligned_rows: as in `dot_general`.
     Returns:
       FP32 out_MxN; zero in rows outside every group, whatever they hold.
+    Raises:
+      TypeError, ValueError: an operand or the groups do not fit; the message names it.
     """
     tiles = _tiles(lhs_MxK, "lhs_MxK")
+    if rhs_ExNxK.ndim != 3:
+        raise ValueError(f"rhs_ExNxK has shape {rhs_ExNxK.shape}, expected three axes")
+    _check_groups(start_E, count_E, rhs_ExNxK.shape[0])
 
     def tile_product(tile):
         expert, real_rows = _tile_owner(tile, start_E, count_E)
@@ -133,11 +150,20 @@ def grouped_wgrad(
       accumulator_ExNxK: FP32 to start from; None: zeros.
     Returns:
       FP32 (E, N, K), summed in row order. A group without rows keeps the accumulator's value, or is exactly zero.
+    Raises:
+      TypeError, ValueError: an operand, the groups or the accumulator do not fit; the message names it.
     """
     tiles = _tiles(lhs_MxN, "lhs_MxN")
+    if _tiles(rhs_MxK, "rhs_MxK") != tiles:
+        raise ValueError(f"lhs_MxN has {lhs_MxN.shape[0]} rows and rhs_MxK {rhs_MxK.shape[0]}: expected the same")
+    _check_groups(start_E, count_E, start_E.size)
+    shape = (start_E.shape[0], lhs_MxN.shape[1], rhs_MxK.shape[1])
     if accumulator_ExNxK is None:
-        shape = (start_E.shape[0], lhs_MxN.shape[1], rhs_MxK.shape[1])
         accumulator_ExNxK = jnp.zeros(shape, jnp.float32)
+    if accumulator_ExNxK.shape != shape or accumulator_ExNxK.dtype != jnp.float32:
+        raise TypeError(
+            f"the accumulator is {accumulator_ExNxK.dtype}{list(accumulator_ExNxK.shape)}, expected float32{list(shape)}"
+        )
 
     def add_tile(total_ExNxK, tile):
         expert, real_rows = _tile_owner(tile, start_E, count_E)
@@ -165,6 +191,8 @@ def align(mx: MXArray, rows: int = 1) -> MXArray:
     axis = mx.storage_axis
     if axis not in (-1, -2) or (rows > 1 and mx.ndim < 2):
         raise ValueError(f"align needs blocks along one of the last two axes, got {mx}")
+    if rows < 1:
+        raise ValueError(f"align got rows = {rows}, expected a positive number")
     return _align(mx, rows)
 
 
@@ -243,11 +271,19 @@ def _check_contraction(name: str, mx: MXArray, contract: Sequence[int]) -> None:
 
 def _tiles(mx: MXArray, name: str) -> int:
     rows = mx.shape[0]
-    if mx.ndim != 2 or rows % TILE:
+    if mx.ndim != 2 or rows % TILE or rows == 0:
         raise ValueError(
             f"{name} has shape {mx.shape}, expected two axes and a multiple of {TILE} rows: pad the last group"
         )
     return rows // TILE
+
+
+def _check_groups(start_E, count_E, groups: int) -> None:
+    for name, leaf in (("start_E", start_E), ("count_E", count_E)):
+        if leaf.dtype != jnp.int32:
+            raise TypeError(f"{name} is {leaf.dtype}, expected int32")
+        if leaf.shape != (groups,) or groups == 0:
+            raise ValueError(f"{name} has shape {leaf.shape}, expected ({max(groups, 1)},), one entry for each group")
 
 
 def _tile_owner(tile: jax.Array, start_E: jax.Array, count_E: jax.Array) -> tuple[jax.Array, jax.Array]:
