@@ -85,14 +85,15 @@ def print_profile(run, repeats: int = 5) -> None:
     times = {}
     for e in prof.key_averages():
         if e.device_time_total > 0:
-            found = re.search(r"(?:KindSet|TokensN)<\(moe::Kind\)(\d)|(\w+)\(", e.key)
+            found = re.search(r"(?:KindSet|TokensN|Resident)<\(moe::Kind\)(\d)|(\w+)\(", e.key)
             name = e.key[:30] if found is None else f"gemm{found[1]}" if found[1] else found[2]
             times[name] = times.get(name, 0.0) + e.device_time_total / repeats
     print("    us: " + "  ".join(f"{name} {us:.0f}" for name, us in sorted(times.items())), flush=True)
 
 
-def ours(name: str, p: Problem, expected: dict, iterations: int, profile: bool) -> tuple[str, dict, str]:
-    layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f)
+def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tuple[str, dict, str]:
+    ways = dict(pair.split("=") for pair in args.ways.split(",") if pair)
+    layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f, ways=ways)
     plan = layer.new_plan()
     y, dx = torch.empty_like(p.x), torch.empty_like(p.x)
     gate_up = torch.empty(2, layer.rows, p.f, dtype=torch.bfloat16, device="cuda")
@@ -124,11 +125,11 @@ def ours(name: str, p: Problem, expected: dict, iterations: int, profile: bool) 
     backward()
     found = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw_gate_up, "dw_down": dw_down}
     notes = check(name, OURS, found, expected)
-    out = {"forward": median_ms(forward, iterations), "backward": median_ms(backward, iterations)}
-    out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, iterations // 5))
-    if profile:
+    out = {"forward": median_ms(forward, args.iterations), "backward": median_ms(backward, args.iterations)}
+    out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, args.iterations // 5))
+    if args.profile:
         print_profile(lambda: (forward(), backward()))
-    return OURS, out, notes
+    return OURS, out, f"ways {args.ways or 'by default'}; {notes}"
 
 
 def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
@@ -175,7 +176,7 @@ def measure(name: str, args: argparse.Namespace, base: dict, dense: float) -> No
     p = Problem(name)
     expected = gpu_peers.reference(p)
     if not args.no_ours:
-        record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args.iterations, args.profile), dense)
+        record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args), dense)
         torch.cuda.empty_cache()
     for peer in filter(None, args.peers.split(",")):
         try:
@@ -195,6 +196,9 @@ def main() -> None:
     parser.add_argument("--peers", default="", help=f"also time these, comma-separated: {', '.join(gpu_peers.PEERS)}")
     parser.add_argument(
         "--no-ours", action="store_true", help="time the peers alone (a peer that needs a process of its own)"
+    )
+    parser.add_argument(
+        "--ways", default="", help=f"how ours runs its products, as gate_up=gathered,...: {', '.join(c_api.WAYS)}"
     )
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")

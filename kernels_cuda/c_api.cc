@@ -22,6 +22,8 @@ size_t moe_backward_workspace_bytes(const moe::LayerShape* shape, int recompute)
   return moe::backward_workspace_bytes(*shape, recompute != 0);
 }
 
+int moe_has_way(const moe::LayerShape* shape, int product, int way) { return moe::has_way(*shape, product, static_cast<moe::Way>(way)); }
+
 const char* moe_schedule(const moe::LayerShape* shape, const int32_t* expert_TxK, int32_t first_expert, int32_t capacity,
                          const moe::Plan* plan, void* workspace, void* stream) {
   return report(moe::schedule(*shape, expert_TxK, first_expert, capacity, *plan, workspace, static_cast<cudaStream_t>(stream)));

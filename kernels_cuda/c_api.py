@@ -51,20 +51,7 @@ class _Plan(ctypes.Structure):
 
 
 KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
-WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n")
-WAYS_OF = {
-    "gate_up": ("dispatched", "gathered", "tokens_n", "gathered_n"),
-    "down": ("dispatched", "tokens_n"),  # tokens_n: not with top_k 1, where the product scatters to tokens itself
-    "dgrad_down": ("dispatched",),
-    "dgrad_gate_up": ("dispatched", "tokens_n"),
-    "wgrad_down": ("dispatched",),
-    "wgrad_gate_up": ("dispatched",),
-}
-
-
-def ways_of(kind: str, top_k: int) -> tuple[str, ...]:
-    """What a product can be asked for."""
-    return tuple(w for w in WAYS_OF[kind] if not (w == "tokens_n" and top_k == 1 and kind != "gate_up"))
+WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n", "resident")  # kernels_cuda/moe.h: Way
 
 
 @dataclasses.dataclass
@@ -116,6 +103,11 @@ class Layer:
         self.forward_bytes = self.lib.moe_forward_workspace_bytes(by(self.shape))
         self.backward_bytes = self.lib.moe_backward_workspace_bytes(by(self.shape), int(recompute))
         self.workspace = _dirty((max(self.schedule_bytes, self.forward_bytes, self.backward_bytes),), torch.uint8)
+
+    def ways(self, kind: str) -> list[str]:
+        """The ways that a product of this shape can run."""
+        product = KINDS.index(kind)
+        return [w for i, w in enumerate(WAYS) if i and self.lib.moe_has_way(ctypes.byref(self.shape), product, i)]
 
     @property
     def rows(self) -> int:

@@ -44,6 +44,8 @@ struct GemmConfig {
   static_assert(kTileN % kWeightChunk == 0, "a partial sum of d(weight) must not cross tiles");
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;  // panels of a stage that belong to one consumer
 
+  static constexpr int kStagedPanels = 2;  // of a weight gradient's tile, per consumer
+
   static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogues");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
@@ -75,7 +77,6 @@ struct GemmArguments {
   int save_gate_up;           // kGateUp: write gate and up
   int write_out;              // kGateUp: write h
   int accumulate;             // weight gradients: continue from the values already there
-  int stagger;                // weight gradients: of few K blocks, consumer 1 begins a tile when consumer 0 has multiplied it
   Activation act;
 };
 

@@ -49,6 +49,21 @@ struct Epilogue {
     if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
   }
 
+  // Weight gradients of few rows are mostly stores: one warpgroup multiplies while the other one stores. Consumer 1 waits for its
+  // turn before a tile's products, consumer 0 passes it on after its own (or before, where the tile does not fit the ring).
+  MOE_FN void wait_turn() const {
+    if (consumer != 1) return;
+    Isa::barrier_wait(lead_barrier<Config>(base), tiles & 1);
+    Isa::warp_sync();
+    if (lane == 0) Isa::barrier_arrive(followed_barrier<Config>(base));
+  }
+  MOE_FN void pass_turn() const {
+    if (consumer != 0) return;
+    Isa::barrier_wait(followed_barrier<Config>(base), (tiles & 1) ^ 1);
+    Isa::warp_sync();
+    if (lane == 0) Isa::barrier_arrive(lead_barrier<Config>(base));
+  }
+
   // Address of the row that this lane supplies to ldmatrix/stmatrix x4 for column blocks 2 jj and 2 jj + 1 of a BF16 panel:
   // matrices are (rows 0-7, block 2jj), (rows 8-15, 2jj), (rows 0-7, 2jj+1), (rows 8-15, 2jj+1) of the warp's 16 rows.
   MOE_FN uint32_t matrix_address(uint32_t panel, int jj) const {
@@ -255,11 +270,17 @@ struct Epilogue {
     }
   }
 
+  // A tile of which this block has no column: the hand-over alone.
+  MOE_FN void skip_wgrad() {
+    begin_tile();
+    finish_unit(0);
+  }
+
   // Weight gradients, FP32. From the registers, neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so that each
   // writes 16 bytes and four lanes 64 bytes of a row.
   template <class Arguments>
   MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], const Task& tile, Kind kind, const Arguments& args) {
-    constexpr int kStagedParts = 2;
+    constexpr int kStagedParts = Config::kStagedPanels;
     constexpr int kDirectColumns = Config::kTileN - 32 * kStagedParts;
     const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
     const int first_row = tile.m0 + 64 * static_cast<int>(consumer) + row_in_group();
@@ -357,9 +378,11 @@ MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_
         if (third) Isa::store_panel(kKind == kGateUp ? &args.out : &args.scaled_h, first + 2 * kPanelBytes, column, row, 0, 0);
         column += 64;
       } else if (is_wgrad(kKind)) {
-        column += Config::kTileN - 64;
-        Isa::store_panel(&args.out, first, column, row, tile.half, tile.expert);
-        Isa::store_panel(&args.out, first + kPanelBytes, column + 32, row, tile.half, tile.expert);
+        MOE_UNROLL
+        for (int p = 0; p < Config::kStagedPanels; ++p) {
+          const int at = column + Config::kTileN + 32 * (p - Config::kStagedPanels);
+          Isa::store_panel(&args.out, first + p * kPanelBytes, at, row, tile.half, tile.expert);
+        }
       } else {
         if (wanted) {
           Isa::store_panel(&args.out, first, column, row, 0, 0);

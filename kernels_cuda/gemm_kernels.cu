@@ -1,7 +1,8 @@
 // The grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form.
-// Everything of substance is in gemm_roles.h and gemm_tokens_n.h.
+// Everything of substance is in gemm_roles.h, gemm_tokens_n.h and gemm_resident.h.
 #include "gemm_kernels.h"
 
+#include "gemm_resident.h"
 #include "gemm_roles.h"
 #include "gemm_tokens_n.h"
 #include "isa/sm90.cuh"
@@ -70,13 +71,20 @@ using OnN = TokensN<kKind, kPlain, Sm90>;
 
 }  // namespace
 
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n) {
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n, bool strips) {
   const bool plain = is_plain_swiglu(batch.kinds[0].act);
   if (tokens_on_n) {
     switch (kind) {
       case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
       case kDown: return launch<OnN<kDown, true>>(batch, stream);
       case kDgradGateUp: return launch<OnN<kDgradGateUp, true>>(batch, stream);
+      default: return cudaErrorInvalidValue;
+    }
+  }
+  if (strips) {
+    switch (kind) {
+      case kWgradDown: return launch<Resident<kWgradDown, Sm90>>(batch, stream);
+      case kWgradGateUp: return launch<Resident<kWgradGateUp, Sm90>>(batch, stream);
       default: return cudaErrorInvalidValue;
     }
   }

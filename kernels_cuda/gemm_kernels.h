@@ -9,7 +9,9 @@
 namespace moe {
 
 // Launches every task of a list of one kind; the list and its length are on the device. tokens_on_n: the list was made for that
-// (TaskList), and the kind can (gemm_tokens_n.h). Returns the first CUDA error.
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n = false);
+// (TaskList), and the kind can (gemm_tokens_n.h). strips: the list was made
+// of strips; weight gradients that are overwritten only (gemm_resident.h). Returns the first CUDA error.
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n = false,
+                        bool strips = false);
 
 }  // namespace moe

@@ -140,21 +140,11 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
     }
   }
 
-  // Weight gradients of few rows are mostly stores: one warpgroup multiplies while the other one stores. A tile must fit the ring, as
-  // its stages are given back only when both have read them.
-  const bool stagger = is_wgrad(kKind) && args.stagger != 0;
-  const bool lead = stagger && live && k_blocks <= Config::kStages;
-  auto let_follow = [&] {
-    Isa::barrier_wait(followed_barrier<Config>(epilogue.base), (epilogue.tiles & 1) ^ 1);
-    Isa::warp_sync();
-    if (epilogue.lane == 0) Isa::barrier_arrive(lead_barrier<Config>(epilogue.base));
-  };
-  if (stagger && consumer == 1) {
-    Isa::barrier_wait(lead_barrier<Config>(epilogue.base), epilogue.tiles & 1);
-    Isa::warp_sync();
-    if (epilogue.lane == 0) Isa::barrier_arrive(followed_barrier<Config>(epilogue.base));
+  const bool pass_after = live && k_blocks <= Config::kStages;  // the tile fits the ring, whose stages are given back by both
+  if (is_wgrad(kKind)) {
+    epilogue.wait_turn();
+    if (!pass_after) epilogue.pass_turn();
   }
-  if (stagger && consumer == 0 && !lead) let_follow();
 
   if (live) {
     uint32_t previous_empty = 0;
@@ -179,7 +169,7 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
     }
     Isa::template mma_wait<0>();
     Ring<Isa, Config>::release(previous_empty);
-    if (lead && consumer == 0) let_follow();
+    if (is_wgrad(kKind) && pass_after) epilogue.pass_turn();
   } else {
     MOE_NO_UNROLL
     for (int kb = 0; kb < k_blocks; ++kb) {  // keep step with the ring: a stage may only be given back once it is full
@@ -258,6 +248,7 @@ template <class Kinds, bool kPlain, class Isa, class Config_>
 struct TokensM {
   using Config = Config_;
   static constexpr bool kCanGather = Kinds::kCanGather;
+  static MOE_FN void init(uint32_t) {}  // barriers of its own
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     load_operands<Kinds, Isa, Config>(batch, base);
@@ -293,6 +284,7 @@ MOE_FN void run_roles(const Batch& batch) {
     }
     Isa::barrier_init(lead_barrier<Config>(base), 4);
     Isa::barrier_init(followed_barrier<Config>(base), 4);
+    Roles::init(base);
     Isa::barrier_init_fence();
   }
   Isa::warp_sync();

@@ -313,6 +313,7 @@ template <Kind kKind, bool kPlain, class Isa>
 struct TokensN {
   using Config = TokensNConfig;
   static constexpr bool kCanGather = can_gather(kKind);
+  static MOE_FN void init(uint32_t) {}
 
   template <class Batch, class F>
   static MOE_FN void each_task(const Batch& batch, F f) {

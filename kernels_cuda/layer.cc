@@ -39,7 +39,7 @@ class Workspace {
 };
 
 const char* kind_name(Kind kind) {
-  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  static const char* kNames[kNumProducts] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   return kNames[kind];
 }
 
@@ -68,26 +68,20 @@ bool gather_reaches(const LayerShape& s) { return 2 * s.tokens * s.d_model <= UI
 // With one expert per token these products scatter to the tokens themselves, which only tokens on the M side can.
 bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == kDown || kind == kDgradGateUp); }
 
-bool has_way(const LayerShape& s, Kind kind, int way) {
-  switch (way) {
-    case kWayAuto: case kWayDispatched: return true;
-    case kWayGathered: return can_gather(kind) && gather_reaches(s);
-    case kWayTokensN: return can_put_tokens_on_n(kind) && !scatters(s, kind);
-    case kWayGatheredN: return can_gather(kind) && can_put_tokens_on_n(kind) && gather_reaches(s);
-    default: return false;
-  }
-}
-
-// The default: tokens on the N side where most experts fit one tile of them, and no dispatch for the forward.
+// The default: tokens on the N side where most experts fit one tile of them. A dispatch costs as much as T K D, gathering (in slower
+// products) as T K D F: they were measured to break even near F = 1900 (NOTES.md, v7). kWayResident has not run on a card yet, so it is no
+// default.
 Way way_of(const LayerShape& s, Kind kind) {
+  constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
   const bool few = s.tokens * s.top_k <= s.experts * TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
-  return has_way(s, kind, kWayGathered) ? kWayGathered : kWayDispatched;
+  return s.width <= kGatherWidth && has_way(s, kind, kWayGathered) ? kWayGathered : kWayDispatched;
 }
 
 bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
+bool resident(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayResident; }
 bool tokens_on_n(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayTokensN || way_of(s, kind) == kWayGatheredN; }
 
 Status check_ways(const LayerShape& s) {
@@ -116,17 +110,18 @@ int k_blocks(const LayerShape& s, Kind kind) {
 TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
   TaskList list = {};
   list.kind = kind;
-  list.tile_n = tile_columns(kind);
   list.m_extent = m_extent(s, kind);
   list.n_extent = n_extent(s, kind);
   list.skip_empty = skip_empty;
   // The workspace does not depend on the way: the longest list of any.
+  list.tile_n = tile_columns(kind);
   int64_t longest = max_tasks(s, list);
   if (can_put_tokens_on_n(kind)) {
     list.tokens_on_n = true;
     longest = std::max(longest, max_tasks(s, list));
   }
   list.tokens_on_n = tokens_on_n(s, kind);
+  list.strips = resident(s, kind) && !skip_empty;
   list.tasks = workspace.take<Task>(longest);
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
@@ -144,7 +139,7 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
 
 Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
-  cudaError_t error = launch_gemm(list.kind, batch, stream, list.tokens_on_n);
+  cudaError_t error = launch_gemm(list.kind, batch, stream, list.tokens_on_n, list.strips);
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 
@@ -200,6 +195,19 @@ TensorShape gate_up_shape(const LayerShape& s) { return {s.d_model, s.width, 2, 
 TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.experts}; }
 
 }  // namespace
+
+bool has_way(const LayerShape& s, int product, Way way) {
+  const Kind kind = static_cast<Kind>(product);
+  switch (way) {
+    case kWayAuto:
+    case kWayDispatched: return true;
+    case kWayGathered: return can_gather(kind) && gather_reaches(s);
+    case kWayTokensN: return can_put_tokens_on_n(kind) && !scatters(s, kind);
+    case kWayResident: return is_wgrad(kind);
+    case kWayGatheredN: return can_gather(kind) && can_put_tokens_on_n(kind) && gather_reaches(s);
+    default: return false;
+  }
+}
 
 size_t forward_workspace_bytes(const LayerShape& shape) {
   Workspace measure(nullptr);
@@ -307,7 +315,6 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_down_args.out = dw_down_map;
   dw_down_args.dw = dw.down_ExDxF;
   dw_down_args.accumulate = accumulate;
-  dw_down_args.stagger = 1;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
   dx_args.a = d_gate_up;
@@ -326,7 +333,6 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw.gate_up_Ex2xFxD;
   dw_up_args.accumulate = accumulate;
-  dw_up_args.stagger = 1;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));

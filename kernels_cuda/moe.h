@@ -30,8 +30,10 @@ enum Way : uint8_t {
   kWayGathered,    // rows of tokens are read where they are
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
+  kWayResident,    // weight gradients: one operand stays in shared memory, for experts with few rows; not when accumulating
   kNumWays,
 };
+constexpr int kNumProducts = 6;  // gate_up, down, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up: Kind in task.h
 
 struct LayerShape {
   int64_t tokens = 0;   // T
@@ -40,7 +42,7 @@ struct LayerShape {
   int64_t rows = 0;     // M: a multiple of 128, at least what rows_bound says for dropless
   int64_t d_model = 0;  // D: a multiple of 8
   int64_t width = 0;    // F: a multiple of 8
-  Way way[8] = {};      // by Kind (task.h); the last two are unused
+  Way way[8] = {};      // by product; the last two are unused
 };
 
 struct Weights {
@@ -58,6 +60,9 @@ struct WeightGradients {  // FP32
 };
 
 constexpr int kGroupRows = 128;  // groups start at multiples of this many rows
+
+// Whether a product of this shape can run that way; kWayAuto always. `rows` is not looked at.
+bool has_way(const LayerShape& shape, int product, Way way);
 
 // M for dropless dispatch: T min(K, E) rows and up to 127 of padding per expert, rounded up to 128.
 int64_t rows_bound(int64_t tokens, int64_t top_k, int64_t experts);

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "gemm_resident.h"
 #include "gemm_tokens_n.h"
 #include "kernel_check.h"
 
@@ -14,6 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTileM = 128;
 constexpr int kTileTokens = TokensNConfig::kTokens;
+constexpr int kStripRows = ResidentConfig::kStripTiles * kTileM;
 constexpr int kGroupPairs = 8;
 
 struct Lists {
@@ -34,9 +36,9 @@ __host__ __device__ Count count_tasks(const TaskList& list, int count) {
   c.m_pairs = m_tiles / 2;
   c.odd = m_tiles % 2;
   c.n_tiles = div_up(list.n_extent, list.tile_n);
-  if (list.tokens_on_n) {
+  if (list.tokens_on_n || list.strips) {  // everything pairs along the columns
     c.m_pairs = 0;
-    c.odd = div_up(count, kTileTokens);  // every row tile pairs along the columns
+    c.odd = list.strips ? div_up(list.m_extent, kStripRows) : div_up(count, kTileTokens);
   }
   const bool none = wgrad && count == 0 && list.skip_empty;
   c.total = none ? 0 : c.halves * (c.m_pairs * c.n_tiles + c.odd * div_up(c.n_tiles, 2));
@@ -55,8 +57,8 @@ __device__ Task make_task(const TaskList& list, const Count& c, int i, int exper
     j -= group * kGroupPairs * c.n_tiles;
     m_pair = group * kGroupPairs + j % in_group;
     n_tile = j / in_group;
-  } else if (list.tokens_on_n) {
-    tile_m = kTileTokens;
+  } else if (list.tokens_on_n || list.strips) {
+    tile_m = list.strips ? kStripRows : kTileTokens;
     m_pair = j % c.odd;
     n_tile = 2 * (j / c.odd);
   } else {

@@ -12,6 +12,7 @@ struct TaskList {
   int m_extent;     // weight gradients: output rows (of one half)
   int n_extent;     // output columns
   bool tokens_on_n; // tiles of 192 tokens, which pair along the columns (gemm_tokens_n.h)
+  bool strips;      // weight gradients: strips of 16 row tiles, which pair along the columns (gemm_resident.h)
   bool skip_empty;  // weight gradients: experts without rows get no task (accumulation)
   Task* tasks;
   int32_t* num_tasks;

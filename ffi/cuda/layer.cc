@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/handlers.h"
+#include "cuda/ways.h"
 #include "xla/check.h"
 
 namespace moejax::xla_ffi {
@@ -103,10 +104,11 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
   constexpr const char* kTarget = "moejax_cuda_moe_forward";
   Checker check(kTarget);
   const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
-  const moe::LayerShape shape = ShapeOf(arguments);
+  moe::LayerShape shape = ShapeOf(arguments);
   CheckLayer(check, arguments, shape);
   check.Array("y", *y, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
   check.Optional("saved", *saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
+  if (check.ok()) ChooseWays(shape);
   if (check.ok()) CheckWorkspace(check, *workspace, moe::forward_workspace_bytes(shape));
   for (const AnyBuffer& buffer : {x, w_gate_up, w_down}) CheckAligned(check, "x, w_gate_up or w_down", buffer);
   if (!check.ok() || shape.tokens == 0) return check.error();
@@ -122,7 +124,7 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   constexpr const char* kTarget = "moejax_cuda_moe_backward";
   Checker check(kTarget);
   const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
-  const moe::LayerShape shape = ShapeOf(arguments);
+  moe::LayerShape shape = ShapeOf(arguments);
   CheckLayer(check, arguments, shape);
   check.Array("dy", dy, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
   check.Optional("saved", saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
@@ -138,6 +140,7 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   CheckAccumulator(check, acc_down, *dw_down, accumulate);
   CheckAccumulator(check, acc_b_gate_up, *db_gate_up, accumulate && biases);
   CheckAccumulator(check, acc_b_down, *db_down, accumulate && biases);
+  if (check.ok()) ChooseWays(shape);
   if (check.ok()) CheckWorkspace(check, *workspace, moe::backward_workspace_bytes(shape, Absent(saved)));
   for (const AnyBuffer& buffer : {x, dy, w_gate_up, w_down, saved}) CheckAligned(check, "x, dy, saved, w_gate_up or w_down", buffer);
   if (!check.ok()) return check.error();

@@ -7,6 +7,7 @@
 #include "cuda/handlers.h"
 #include "cuda/mx_handlers.h"
 #include "cuda/probe.h"
+#include "cuda/ways.h"
 #include "moe.h"
 #include "mx_moe.h"
 #include "xla/check.h"
@@ -73,5 +74,6 @@ NB_MODULE(_cuda, module) {
     const moe::MxOptions options = {aligned ? moe::MxMode::kAligned : moe::MxMode::kExact, wgrad_bf16};
     return moe::mx_backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, options);
   }, "Size of the MXFP8 backward's workspace result.");
+  moejax::xla_ffi::BindWays(module);
   module.def("targets", [] { return nb::make_tuple("sm_90a", "sm_100f"); }, "Architectures the kernels were compiled for.");
 }

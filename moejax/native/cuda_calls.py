@@ -14,10 +14,13 @@ import numpy as np
 
 from moejax import native
 from moejax.config import ActivationConfig
+from moejax.native import ways
 from moejax.native.calls import Operands, Rows, absent, ffi_call
 
 
-def moe_forward(x_TxD, weight_TxK, rows: Rows, operands: Operands, biases=(None, None), *, act: ActivationConfig, save: bool):
+def moe_forward(
+    x_TxD, weight_TxK, rows: Rows, operands: Operands, biases=(None, None), *, act: ActivationConfig, save: bool
+):
     """y (T, D) in BF16, and gate_up (2, M, F) in BF16 if `save`, else None.
 
     Args:
@@ -76,11 +79,16 @@ def moe_backward(
 
 
 def _weights(operands: Operands, biases) -> list[jax.Array]:
-    return [operands.gate_up_Ex2xFxD, operands.down_ExDxF, *(absent(jnp.float32) if bias is None else bias for bias in biases)]
+    return [
+        operands.gate_up_Ex2xFxD,
+        operands.down_ExDxF,
+        *(absent(jnp.float32) if bias is None else bias for bias in biases),
+    ]
 
 
 def _sizes(x_TxD: jax.Array, rows: Rows, operands: Operands) -> tuple[int, ...]:
-    """T, K, E, M, D, F."""
+    """T, K, E, M, D, F, of a layer whose products run as was measured for this GPU."""
+    ways.apply()
     slot_M, row_TxK, _, _ = _indices(rows)
     E, D, F = operands.down_ExDxF.shape
     return x_TxD.shape[0], row_TxK.shape[1], E, slot_M.shape[0], D, F

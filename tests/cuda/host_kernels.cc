@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "gemm_resident.h"
 #include "gemm_roles.h"
 #include "gemm_tokens_n.h"
 #include "isa/host/host.h"
@@ -91,8 +92,8 @@ std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
   return tasks;
 }
 
-// How operand A is brought, or which side the tokens are on.
-enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN };
+// How operand A is brought, which side the tokens are on, or what stays in shared memory.
+enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kResident };
 
 bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
 bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
@@ -133,7 +134,34 @@ void run(const Arguments& args, uint32_t seed) {
   const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
   const int count = static_cast<int>(tasks.size());
   GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<TokensM<KindSet<kKind>, true, Host, Config>, Host>(batch); });
+  using Roles = TokensM<KindSet<kKind>, true, Host, Config>;
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
+}
+
+// Weight gradients by strips, which here are one each; the expert of 200 rows streams, the one of 70 stays.
+template <Kind kKind>
+void run_resident(const Arguments& args, uint32_t seed) {
+  std::vector<Task> tasks;
+  for (int e = 0; e < kExperts; ++e) {
+    for (int half = 0; half < (kKind == kWgradGateUp ? 2 : 1); ++half) {
+      for (int n = 0; n < args.n_extent; n += 2 * ResidentConfig::kTileN) {
+        Task t = {};
+        t.kind = kKind;
+        t.pair = kPairN;
+        t.half = static_cast<uint8_t>(half);
+        t.expert = e;
+        t.row0 = kStart[e];
+        t.rows = kCount[e];
+        t.n0 = n;
+        t.wait = t.signal = -1;
+        tasks.push_back(t);
+      }
+    }
+  }
+  const int count = static_cast<int>(tasks.size());
+  GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
+  using Roles = Resident<kKind, Host>;
+  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
 }
 
 int failures = 0;
@@ -355,7 +383,7 @@ uint64_t dgrad_gate_up(const Layer& l, uint32_t seed, Variant variant) {
 // dW[e][half][m][n] = sum over rows of a[half][row][m] b[row][n], overwritten or continued.
 template <Kind kKind>
 uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, int m_extent, int n_extent, int halves,
-               bool accumulate, uint32_t seed) {
+               bool accumulate, uint32_t seed, Variant variant) {
   const size_t size = size_t{kExperts} * halves * m_extent * n_extent;
   std::vector<float> dw(size, NAN), before(size, 0.0f);
   if (accumulate) {
@@ -368,8 +396,7 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
   args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
   args.dw = dw.data();
   args.accumulate = accumulate;
-  args.stagger = static_cast<int>(seed % 3 > 0);
-  run<kKind>(args, seed);
+  variant == Variant::kResident ? run_resident<kKind>(args, seed) : run<kKind>(args, seed);
   for (int e = 0; e < kExperts; ++e) {
     std::vector<double> got, want;
     for (int half = 0; half < halves; ++half) {
@@ -408,11 +435,11 @@ int main(int argc, char** argv) {
       if (kind == "down") return down(l, seed, variant);
       if (kind == "dgrad_down") return dgrad_down(l, seed);
       if (kind == "dgrad_gate_up") return dgrad_gate_up(l, seed, variant);
-      if (kind == "wgrad_down") return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed);
-      if (kind == "wgrad_gate_up") return wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed);
+      if (kind == "wgrad_down") return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed, variant);
+      if (kind == "wgrad_gate_up") return wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed, variant);
       if (kind == "wgrad_down_accumulate") {
         generator.seed(11);
-        return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, true, seed);
+        return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, true, seed, variant);
       }
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
       std::exit(2);
@@ -421,6 +448,7 @@ int main(int argc, char** argv) {
     std::vector<Variant> others;
     if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
     if (kind == "down" || kind == "dgrad_gate_up") others = {Variant::kTokensN};
+    if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident};
     for (Variant other : others) {
       if (run_kind(other) == bits) continue;
       std::printf("%s: variant %d gives other bits than dispatched rows on the M side\n", kind.c_str(), static_cast<int>(other));
