@@ -97,7 +97,7 @@ def main() -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             line = {
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, "gpu": torch.cuda.get_device_name(),
-                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "quantize", "shape": list(SHAPE),
+                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "quantize", "shape": "x".join(map(str, SHAPE)),
                 "recipe": "mxfp8", "impl": "moejax-native", "pass": name, "ranks": 1, "tokens": SHAPE[1], "ms": round(ms, 4),
                 "tflops": None, "bytes": moved, "gbps": round(1000 * tbps, 1),
                 "notes": f"{dtype} source; copy {best_copy:.3f} TB/s in the same run, share {tbps / best_copy:.3f}",

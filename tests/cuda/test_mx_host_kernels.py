@@ -36,7 +36,6 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 MUTATIONS = {
     "stage given back before its products are done": ("Isa::template mma_wait<0>();\n}", "Isa::template mma_wait<1>();\n}"),
-    "scales read too late": ("Isa::warp_sync();  // all lanes have read their scales", ""),
     "scales of the block before": ("if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);", "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);"),
 }
 
