@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_moe_mx.py --shapes qwen3-30b-a3b --peers --out benchmarks/results/h200/moe_layer_mx.jsonl
 
-Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per optimizer step, is timed on
-its own (pass `weights`). The variants of a shape run in turn, several rounds, because the card's clock falls as it warms up; a figure is the
-median over rounds of the medians. FLOPs are 6 T K D F forward and twice that backward.
+Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per
+optimizer step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, because
+the card's clock falls as it warms up; a figure is the median over rounds of the medians. FLOPs are 6 T K D F
+forward and twice that backward.
 """
 
 import argparse
@@ -61,7 +62,9 @@ class Mx:
 
         self.passes = {"forward": forward, "backward": backward, "weights": prepare}
         forward()
-        self.weight_bytes = sum(m.numel() for m in masters) * 6 if mode == "aligned" else sum(m.numel() for m in masters) * 8
+        self.weight_bytes = (
+            sum(m.numel() for m in masters) * 6 if mode == "aligned" else sum(m.numel() for m in masters) * 8
+        )
 
 
 class Bf16:
@@ -113,13 +116,19 @@ def main() -> None:
     commit = args.commit
     if not commit:
         with contextlib.suppress(OSError):
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+            commit = subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+            ).stdout.strip()
     dense = dense_tflops()
     print(f"dense cuBLAS 8192^3 BF16: {dense:.0f} TFLOP/s", flush=True)
     base = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "ranks": 1,
-    }  # fmt: skip
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "bench": "moe_layer",
+        "ranks": 1,
+    }
     for name in args.shapes.split(","):
         p = Problem(name)
         times: dict[tuple[str, str], list[float]] = {}
@@ -162,10 +171,17 @@ def main() -> None:
                 notes += "; BF16 weight gradients; step minus forward" if kind == "backward" else ""
             moved = weight_gbps.get(impl) if kind == "weights" else None
             line = base | {
-                "recipe": "mxfp8" if ours else "bf16", "shape": name, "impl": f"moejax-native-{impl}" if ours else impl, "pass": kind,
-                "tokens": p.tokens, "ms": round(ms, 4), "tflops": tflops, "bytes": moved,
-                "gbps": round(moved / ms / 1e6, 1) if moved else None, "notes": notes,
-            }  # fmt: skip
+                "recipe": "mxfp8" if ours else "bf16",
+                "shape": name,
+                "impl": f"moejax-native-{impl}" if ours else impl,
+                "pass": kind,
+                "tokens": p.tokens,
+                "ms": round(ms, 4),
+                "tflops": tflops,
+                "bytes": moved,
+                "gbps": round(moved / ms / 1e6, 1) if moved else None,
+                "notes": notes,
+            }
             print(f"{name:22s} {line['impl']:34s} {kind:9s} {ms:9.3f} ms {tflops or 0:7.1f} TFLOP/s", flush=True)
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)

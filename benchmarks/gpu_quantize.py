@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_quantize.py --out benchmarks/results/h200/quantize.jsonl
 
-Bytes are those that must move: the source read once, elements and codes written once. The copy (torch, device to device) counts bytes read and
-written and is measured in the same run, before and after; the figure is the share of the better one. Random data, several buffers in
-turn so that the L2 cache holds nothing of the next one. Protocol: docs/benchmarks.md.
+Bytes are those that must move: the source read once, elements and codes written once. The copy (torch, device to
+device) counts bytes read and written and is measured in the same run, before and after; the figure is the share of
+the better one. Random data, several buffers in turn so that the L2 cache holds nothing of the next one. Protocol:
+docs/benchmarks.md.
 """
 
 import argparse
@@ -72,7 +73,9 @@ def main() -> None:
     commit = args.commit
     if not commit:
         with contextlib.suppress(OSError):
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+            commit = subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+            ).stdout.strip()
     lib = mx_c_api.load()
     first_copy = copy_tbps(args.iterations)
     lines = []
@@ -80,7 +83,10 @@ def main() -> None:
         sources = [torch.randn(SHAPE, device="cuda").to(dtype) for _ in range(SETS)]
         for name, specs in FORMS.items():
             outputs = [
-                [Output(lib, SHAPE, by_rows, *(spec or ("none",))) for by_rows, spec in zip((True, False), specs, strict=True)]
+                [
+                    Output(lib, SHAPE, by_rows, *(spec or ("none",)))
+                    for by_rows, spec in zip((True, False), specs, strict=True)
+                ]
                 for _ in range(SETS)
             ]
             runs = [lambda s=s, o=o: mx_c_api.quantize(lib, s, *o) for s, o in zip(sources, outputs, strict=True)]
@@ -96,12 +102,23 @@ def main() -> None:
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             line = {
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, "gpu": torch.cuda.get_device_name(),
-                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "quantize", "shape": "x".join(map(str, SHAPE)),
-                "recipe": "mxfp8", "impl": "moejax-native", "pass": name, "ranks": 1, "tokens": SHAPE[1], "ms": round(ms, 4),
-                "tflops": None, "bytes": moved, "gbps": round(1000 * tbps, 1),
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "commit": commit,
+                "gpu": torch.cuda.get_device_name(),
+                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+                "bench": "quantize",
+                "shape": "x".join(map(str, SHAPE)),
+                "recipe": "mxfp8",
+                "impl": "moejax-native",
+                "pass": name,
+                "ranks": 1,
+                "tokens": SHAPE[1],
+                "ms": round(ms, 4),
+                "tflops": None,
+                "bytes": moved,
+                "gbps": round(1000 * tbps, 1),
                 "notes": f"{dtype} source; copy {best_copy:.3f} TB/s in the same run, share {tbps / best_copy:.3f}",
-            }  # fmt: skip
+            }
             with args.out.open("a") as f:
                 f.write(json.dumps(line) + "\n")
 

@@ -1,4 +1,5 @@
-"""Drives the MXFP8 functions of the plain C library through ctypes on torch tensors, for tests and benchmarks. See c_api.py.
+"""Drives the MXFP8 functions of the plain C library through ctypes on torch tensors, for tests and benchmarks. See
+c_api.py.
 
 Letters: T tokens, K experts per token, E experts, D model width, F expert width, M rows after dispatch (padded).
 """
@@ -83,13 +84,23 @@ class Output:
         self.c.codes = self.codes.data_ptr()
 
 
-def quantize(lib, x: torch.Tensor, rows: Output, columns: Output, slot_M=None, gather: int = 0, num_rows: int | None = None) -> None:
+def quantize(
+    lib, x: torch.Tensor, rows: Output, columns: Output, slot_M=None, gather: int = 0, num_rows: int | None = None
+) -> None:
     """`x` (B, R, C); with `gather` it holds tokens, and R is `num_rows`."""
     batch, count, width = x.shape
     message = lib.mx_quantize(
-        _pointer(x), int(x.dtype == torch.float32), _I64(batch), _I64(num_rows or count), _I64(width), _pointer(slot_M), _I64(gather),
-        ctypes.byref(rows.c), ctypes.byref(columns.c), _stream(),
-    )  # fmt: skip
+        _pointer(x),
+        int(x.dtype == torch.float32),
+        _I64(batch),
+        _I64(num_rows or count),
+        _I64(width),
+        _pointer(slot_M),
+        _I64(gather),
+        ctypes.byref(rows.c),
+        ctypes.byref(columns.c),
+        _stream(),
+    )
     _check("mx_quantize", message)
 
 
@@ -98,7 +109,14 @@ def count_losses(lib, x: torch.Tensor, slot_M=None) -> list[int]:
     counts = torch.zeros(6, dtype=torch.int64, device="cuda")
     batch, rows, columns = x.shape
     message = lib.mx_count_losses(
-        _pointer(x), int(x.dtype == torch.float32), _I64(batch), _I64(rows), _I64(columns), _pointer(slot_M), _pointer(counts), _stream()
+        _pointer(x),
+        int(x.dtype == torch.float32),
+        _I64(batch),
+        _I64(rows),
+        _I64(columns),
+        _pointer(slot_M),
+        _pointer(counts),
+        _stream(),
     )
     _check("mx_count_losses", message)
     return counts.tolist()
@@ -117,7 +135,18 @@ class MxWeight:
 class MxLayer:
     """One expert layer of fixed shape in MXFP8; owns its workspace."""
 
-    def __init__(self, tokens, top_k, experts, d_model, width, mode="aligned", wgrad_bf16=False, activation="swiglu", library=LIBRARY):
+    def __init__(
+        self,
+        tokens,
+        top_k,
+        experts,
+        d_model,
+        width,
+        mode="aligned",
+        wgrad_bf16=False,
+        activation="swiglu",
+        library=LIBRARY,
+    ):
         self.lib = load(library)
         rows = self.lib.moe_rows_bound(_I64(tokens), _I64(top_k), _I64(experts))
         self.shape = _Shape(tokens, top_k, experts, rows, d_model, width)
@@ -144,9 +173,14 @@ class MxLayer:
     def schedule(self, expert_TxK, plan) -> Plan:
         c = plan.as_c()
         message = self.lib.moe_schedule(
-            ctypes.byref(self.shape), _pointer(expert_TxK), ctypes.c_int32(0), ctypes.c_int32(2**31 - 1), ctypes.byref(c),
-            _pointer(self.workspace), _stream(),
-        )  # fmt: skip
+            ctypes.byref(self.shape),
+            _pointer(expert_TxK),
+            ctypes.c_int32(0),
+            ctypes.c_int32(2**31 - 1),
+            ctypes.byref(c),
+            _pointer(self.workspace),
+            _stream(),
+        )
         _check("moe_schedule", message)
         return plan
 
@@ -158,9 +192,11 @@ class MxLayer:
             return MxWeight(values[0], None, values[1], None)
         tiles = (-(-rows // 128), -(-columns // 128))
         return MxWeight(
-            dirty_bytes(*lead, rows, columns), dirty_bytes(*lead, *tiles),
-            dirty_bytes(*lead, columns, rows), dirty_bytes(*lead, *tiles[::-1]),
-        )  # fmt: skip
+            dirty_bytes(*lead, rows, columns),
+            dirty_bytes(*lead, *tiles),
+            dirty_bytes(*lead, columns, rows),
+            dirty_bytes(*lead, *tiles[::-1]),
+        )
 
     def prepare(self, master: torch.Tensor, weight: MxWeight | None = None) -> MxWeight:
         weight = weight or self.new_weight(master)
@@ -169,17 +205,32 @@ class MxLayer:
         for n in lead:
             matrices *= n
         message = self.lib.mx_prepare_weight(
-            self.options[0], _pointer(master), int(master.dtype == torch.float32), _I64(matrices), _I64(rows), _I64(columns),
-            _pointer(weight.fprop), _pointer(weight.fprop_codes), _pointer(weight.dgrad), _pointer(weight.dgrad_codes), _stream(),
-        )  # fmt: skip
+            self.options[0],
+            _pointer(master),
+            int(master.dtype == torch.float32),
+            _I64(matrices),
+            _I64(rows),
+            _I64(columns),
+            _pointer(weight.fprop),
+            _pointer(weight.fprop_codes),
+            _pointer(weight.dgrad),
+            _pointer(weight.dgrad_codes),
+            _stream(),
+        )
         _check("mx_prepare_weight", message)
         return weight
 
     def _weights(self, gate_up: MxWeight, down: MxWeight) -> _Weights:
         tensors = (
-            gate_up.fprop, gate_up.dgrad, down.fprop, down.dgrad,
-            gate_up.fprop_codes, gate_up.dgrad_codes, down.fprop_codes, down.dgrad_codes,
-        )  # fmt: skip
+            gate_up.fprop,
+            gate_up.dgrad,
+            down.fprop,
+            down.dgrad,
+            gate_up.fprop_codes,
+            gate_up.dgrad_codes,
+            down.fprop_codes,
+            down.dgrad_codes,
+        )
         return _Weights(*(None if t is None else t.data_ptr() for t in tensors))
 
     def new_saved(self, kind="gate_up"):
@@ -194,27 +245,61 @@ class MxLayer:
     @staticmethod
     def _saved(saved) -> _Saved:
         pointers = [None if t is None else t.data_ptr() for t in saved]
-        return _Saved(*((pointers + [None, None]) if len(pointers) == 1 else [None, *pointers] if pointers else [None] * 3))
+        return _Saved(
+            *((pointers + [None, None]) if len(pointers) == 1 else [None, *pointers] if pointers else [None] * 3)
+        )
 
     def forward(self, x_TxD, weight_TxK, plan, gate_up: MxWeight, down: MxWeight, y_TxD, saved=()) -> None:
         plan_c, weights, saved_c = plan.as_c(), self._weights(gate_up, down), self._saved(saved)
         by = ctypes.byref
         message = self.lib.mx_forward(
-            by(self.shape), by(self.act), *self.options, _pointer(x_TxD), _pointer(weight_TxK), by(plan_c), by(weights), _pointer(y_TxD),
-            by(saved_c), _pointer(self.workspace), _stream(),
-        )  # fmt: skip
+            by(self.shape),
+            by(self.act),
+            *self.options,
+            _pointer(x_TxD),
+            _pointer(weight_TxK),
+            by(plan_c),
+            by(weights),
+            _pointer(y_TxD),
+            by(saved_c),
+            _pointer(self.workspace),
+            _stream(),
+        )
         _check("mx_forward", message)
 
     def backward(
-        self, x_TxD, weight_TxK, dy_TxD, plan, gate_up: MxWeight, down: MxWeight, saved, dx_TxD, d_weight_TxK, dw_gate_up, dw_down,
+        self,
+        x_TxD,
+        weight_TxK,
+        dy_TxD,
+        plan,
+        gate_up: MxWeight,
+        down: MxWeight,
+        saved,
+        dx_TxD,
+        d_weight_TxK,
+        dw_gate_up,
+        dw_down,
         accumulate=False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         plan_c, weights, saved_c = plan.as_c(), self._weights(gate_up, down), self._saved(saved)
         by = ctypes.byref
         message = self.lib.mx_backward(
-            by(self.shape), by(self.act), *self.options, _pointer(x_TxD), _pointer(weight_TxK), _pointer(dy_TxD), by(plan_c), by(weights),
-            by(saved_c), _pointer(dx_TxD), _pointer(d_weight_TxK), _pointer(dw_gate_up), _pointer(dw_down), ctypes.c_int32(int(accumulate)),
-            _pointer(self.workspace), _stream(),
-        )  # fmt: skip
+            by(self.shape),
+            by(self.act),
+            *self.options,
+            _pointer(x_TxD),
+            _pointer(weight_TxK),
+            _pointer(dy_TxD),
+            by(plan_c),
+            by(weights),
+            by(saved_c),
+            _pointer(dx_TxD),
+            _pointer(d_weight_TxK),
+            _pointer(dw_gate_up),
+            _pointer(dw_down),
+            ctypes.c_int32(int(accumulate)),
+            _pointer(self.workspace),
+            _stream(),
+        )
         _check("mx_backward", message)
-

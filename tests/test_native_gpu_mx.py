@@ -1,4 +1,6 @@
-"""The native expert layer in MXFP8 on one GPU, through JAX: against the xla backend in the same mode, repeated bits, scans, remat."""
+"""The native expert layer in MXFP8 on one GPU, through JAX: against the xla backend in the same mode, repeated bits,
+scans, remat.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from tests.native_support import assert_close, assert_same_bits, make_problem, o
 
 pytestmark = pytest.mark.gpu
 
-# BF16 rounding of the same values on both sides, a few of which fall across a tie and are then quantised differently, and in mode aligned the tensor
-# core's short sums.
+# BF16 rounding of the same values on both sides, a few of which fall across a tie and are then quantised differently,
+# and in mode aligned the tensor core's short sums.
 TOLERANCE = 1.2e-2
 
 
@@ -22,9 +24,7 @@ TOLERANCE = 1.2e-2
 @pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
 @pytest.mark.parametrize("save", ["gate_up", "recompute"])
 def test_agrees_with_the_xla_backend(mode, wgrad, save):
-    problem = make_problem(
-        [162, 0, 300, 7], 160, 96, top_k=2, recipe="mxfp8", mx_mode=mode, wgrad=wgrad, save=save
-    )
+    problem = make_problem([162, 0, 300, 7], 160, 96, top_k=2, recipe="mxfp8", mx_mode=mode, wgrad=wgrad, save=save)
     got = run(problem)
     assert_close(got, run(problem, "xla"), TOLERANCE)
     assert_same_bits(got, run(problem))

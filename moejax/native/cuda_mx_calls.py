@@ -1,7 +1,8 @@
-"""FFI calls of the CUDA kernels in MXFP8: weights to both orientations, and the single-GPU expert layer on them. Rules of a call: `calls.py`.
+"""FFI calls of the CUDA kernels in MXFP8: weights to both orientations, and the single-GPU expert layer on them. Rules
+of a call: `calls.py`.
 
-Two modes (`kernels_cuda/mx_moe.h`): `aligned` keeps E4M3 bytes re-based to one scale per 128 x 128 of a weight, `exact` the values of canonical
-MXFP8 in BF16.
+Two modes (`kernels_cuda/mx_moe.h`): `aligned` keeps E4M3 bytes re-based to one scale per 128 x 128 of a weight,
+`exact` the values of canonical MXFP8 in BF16.
 
 Letters: T tokens, K experts per token, E experts, D model width, F expert width, M rows after dispatch.
 """
@@ -89,9 +90,18 @@ def moe_forward(x_TxD, weight_TxK, rows: Rows, gate_up: MXWeight, down: MXWeight
 
 
 def moe_backward(
-    x_TxD, dy_TxD, weight_TxK, saved, rows: Rows, gate_up: MXWeight, down: MXWeight, accumulators, *,
-    act: ActivationConfig, wgrad_bf16: bool,
-):  # fmt: skip
+    x_TxD,
+    dy_TxD,
+    weight_TxK,
+    saved,
+    rows: Rows,
+    gate_up: MXWeight,
+    down: MXWeight,
+    accumulators,
+    *,
+    act: ActivationConfig,
+    wgrad_bf16: bool,
+):
     """Gradients of `moe_forward`: dx (BF16), d_weight (FP32), dw_gate_up and dw_down (FP32).
 
     Args:
@@ -105,9 +115,12 @@ def moe_backward(
     elements, codes = saved if isinstance(saved, tuple) else (saved, None)
     workspace = native.module("_cuda").mx_backward_workspace_bytes(*sizes, aligned, wgrad_bf16)
     results = [
-        (x_TxD.shape, jnp.bfloat16), (weight_TxK.shape, jnp.float32), ((E, 2, F, D), jnp.float32), ((E, D, F), jnp.float32),
+        (x_TxD.shape, jnp.bfloat16),
+        (weight_TxK.shape, jnp.float32),
+        ((E, 2, F, D), jnp.float32),
+        ((E, D, F), jnp.float32),
         ((workspace,), jnp.uint8),
-    ]  # fmt: skip
+    ]
     arguments = [x_TxD, dy_TxD, weight_TxK, absent(jnp.bfloat16) if elements is None else elements, _codes(codes)]
     arguments += _indices(rows)
     for weight in (gate_up, down):
@@ -116,9 +129,16 @@ def moe_backward(
     arguments += list(accumulators) if accumulators else [absent(jnp.float32)] * 2
     aliases = {first: 2, first + 1: 3} if accumulators else {}
     dx, d_weight, dw_gate_up, dw_down, _ = ffi_call(
-        "_cuda", "moejax_cuda_mx_backward", results, arguments, aliases,
-        aligned=aligned, wgrad_bf16=wgrad_bf16, accumulate=bool(accumulators), **_activation(act),
-    )  # fmt: skip
+        "_cuda",
+        "moejax_cuda_mx_backward",
+        results,
+        arguments,
+        aliases,
+        aligned=aligned,
+        wgrad_bf16=wgrad_bf16,
+        accumulate=bool(accumulators),
+        **_activation(act),
+    )
     return dx, d_weight, dw_gate_up, dw_down
 
 

@@ -1,4 +1,5 @@
-"""Reference of the MXFP8 expert layer: the operands of ops/mxfp8.py, products in FP64, one expert at a time, through torch.
+"""Reference of the MXFP8 expert layer: the operands of ops/mxfp8.py, products in FP64, one expert at a time, through
+torch.
 
 Letters: T tokens, K experts per token, E experts, D model width, F expert width.
 """
@@ -37,12 +38,17 @@ def slot_gradients(name, gate, up, dh):
 
 
 def layer(name, x, weight, expert_TxK, w_gate_up, w_down, dy, mode, wgrad_bf16=False, saved=None):
-    """y and gradients (dx, d_weight, dw_gate_up, dw_down) with the rounding points of the contract. x, dy BF16, masters FP32.
+    """y and gradients (dx, d_weight, dw_gate_up, dw_down) with the rounding points of the contract. x, dy BF16,
+    masters FP32.
 
-    `saved`: (gate_up BF16 (2, M, F), row_TxK) of the kernels, to start the backward from; it then shows the backward's own error.
+    `saved`: (gate_up BF16 (2, M, F), row_TxK) of the kernels, to start the backward from; it then shows the
+    backward's own error.
     """
     T, K = expert_TxK.shape
-    y, dx = torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device), torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device)
+    y, dx = (
+        torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device),
+        torch.zeros(T, x.shape[1], dtype=torch.float64, device=x.device),
+    )
     d_weight = torch.zeros(T, K, dtype=torch.float64, device=x.device)
     dw_gate_up, dw_down = torch.zeros_like(w_gate_up), torch.zeros_like(w_down)
     rows = max(int((expert_TxK == e).sum()) for e in range(w_down.shape[0]))

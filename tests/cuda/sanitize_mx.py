@@ -1,4 +1,5 @@
-"""The Hopper MXFP8 layer and its quantisers on tiny shapes under the tools of compute-sanitizer, on a GPU of compute capability 9.0. As sanitize.py.
+"""The Hopper MXFP8 layer and its quantisers on tiny shapes under the tools of compute-sanitizer, on a GPU of compute
+capability 9.0. As sanitize.py.
 
     python tests/cuda/sanitize_mx.py --out LOGS      # all four at once; prints one line per tool, exits 1 if one found something
     python tests/cuda/sanitize_mx.py --run           # the shapes alone, as the tools run them
@@ -24,7 +25,11 @@ def run_shapes(unwritten: bool) -> None:
     import torch
 
     def fresh(shape, dtype):
-        return torch.empty(shape, dtype=dtype, device="cuda") if unwritten else torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+        return (
+            torch.empty(shape, dtype=dtype, device="cuda")
+            if unwritten
+            else torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+        )
 
     if unwritten:
         mx_c_api.dirty_bytes = lambda *shape: torch.empty(shape, dtype=torch.uint8, device="cuda")
@@ -35,15 +40,20 @@ def run_shapes(unwritten: bool) -> None:
         weight, expert = torch.rand(tokens, experts, device="cuda", generator=generator).topk(top_k)
         w_gate_up, w_down = randn(experts, 2, f, d) * d**-0.5, randn(experts, d, f) * f**-0.5
         for mode, wgrad_bf16, save in (
-            ("aligned", False, "gate_up"), ("aligned", True, "recompute"), ("aligned", False, "gate_up_mx"), ("exact", False, "gate_up"),
-        ):  # fmt: skip
+            ("aligned", False, "gate_up"),
+            ("aligned", True, "recompute"),
+            ("aligned", False, "gate_up_mx"),
+            ("exact", False, "gate_up"),
+        ):
             layer = mx_c_api.MxLayer(tokens, top_k, experts, d, f, mode, wgrad_bf16)
             weights = layer.prepare(w_gate_up), layer.prepare(w_down)
             plan, saved = layer.schedule(expert.int().contiguous(), layer.new_plan()), layer.new_saved(save)
             y, dx, d_weight = fresh(x.shape, x.dtype), fresh(x.shape, x.dtype), fresh(weight.shape, torch.float32)
             dw = [torch.ones_like(w_gate_up), torch.ones_like(w_down)]
             layer.forward(x, weight.contiguous(), plan, *weights, y, saved)
-            layer.backward(x, weight.contiguous(), dy, plan, *weights, saved, dx, d_weight, *dw, accumulate=save == "gate_up_mx")
+            layer.backward(
+                x, weight.contiguous(), dy, plan, *weights, saved, dx, d_weight, *dw, accumulate=save == "gate_up_mx"
+            )
             torch.cuda.synchronize()
             for result in (y, dx, d_weight, *dw):
                 assert result.isfinite().all(), (mode, save)
@@ -54,7 +64,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the shapes, without a tool")
     parser.add_argument("--unwritten", action="store_true", help="with --run: do not fill memory first")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/sanitize_mx"), help="folder for the logs")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("build/sanitize_mx"), help="folder for the logs"
+    )
     parser.add_argument("--seconds", type=int, default=120, help="time for all tools together")
     args = parser.parse_args()
     if args.run:

@@ -1,5 +1,7 @@
-"""The FP8 tile programs of Hopper on the host emulator (kernels_cuda/isa/host): every kind of grouped GEMM, unequal groups, short last blocks along
-every dimension, several interleavings of the threads. Needs a C++ compiler, no GPU. See mx_host_kernels.cc."""
+"""The FP8 tile programs of Hopper on the host emulator (kernels_cuda/isa/host): every kind of grouped GEMM, unequal
+groups, short last blocks along every dimension, several interleavings of the threads. Needs a C++ compiler, no GPU.
+See mx_host_kernels.cc.
+"""
 
 import pathlib
 import shutil
@@ -35,8 +37,14 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 
 MUTATIONS = {
-    "stage given back before its products are done": ("Isa::template mma_wait<0>();\n}", "Isa::template mma_wait<1>();\n}"),
-    "scales of the block before": ("if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);", "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);"),
+    "stage given back before its products are done": (
+        "Isa::template mma_wait<0>();\n}",
+        "Isa::template mma_wait<1>();\n}",
+    ),
+    "scales of the block before": (
+        "if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);",
+        "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);",
+    ),
 }
 
 
@@ -50,5 +58,8 @@ def test_emulator_notices(tmp_path, name):
     assert text in source, "mx_roles.h has changed: adapt the mutation"
     (kernels / "mx_roles.h").write_text(source.replace(text, replacement, 1))
     program = build(kernels, tmp_path)
-    runs = [subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240) for kind in ("gate_up", "dgrad_gate_up", "wgrad_gate_up")]
+    runs = [
+        subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240)
+        for kind in ("gate_up", "dgrad_gate_up", "wgrad_gate_up")
+    ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]

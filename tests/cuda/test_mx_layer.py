@@ -1,5 +1,6 @@
-"""The MXFP8 expert layer on a GPU of compute capability 9.0: against the operands of ops/mxfp8.py multiplied in FP64 (mx_oracle.py), against
-FP32, and against itself."""
+"""The MXFP8 expert layer on a GPU of compute capability 9.0: against the operands of ops/mxfp8.py multiplied in FP64
+(mx_oracle.py), against FP32, and against itself.
+"""
 
 import os
 import pathlib
@@ -26,8 +27,9 @@ pytestmark = [
     pytest.mark.skipif(not c_api.LIBRARY.exists(), reason=f"needs {c_api.LIBRARY.name}: build kernels_cuda first"),
 ]
 
-# Against the same operands in FP64. Both sides round to BF16 at the same places: 1.7e-3 in y and dx from the last of them alone. A value that falls across a
-# tie on one side is also quantised to another element, which matters more: aligned adds the tensor core's short sums, 1e-3, and so more of those.
+# Against the same operands in FP64. Both sides round to BF16 at the same places: 1.7e-3 in y and dx from the last of
+# them alone. A value that falls across a tie on one side is also quantised to another element, which matters more:
+# aligned adds the tensor core's short sums, 1e-3, and so more of those.
 TOLERANCE = {
     "exact": {"y": 3e-3, "dx": 3e-3, "d_weight": 2e-4, "dw_gate_up": 4e-4, "dw_down": 4e-4},
     "aligned": {"y": 1e-2, "dx": 1.2e-2, "d_weight": 3e-3, "dw_gate_up": 2e-2, "dw_down": 2e-2},
@@ -76,7 +78,9 @@ class Problem:
         self.weight = torch.from_numpy(rng.random(ids.shape) + 0.1).float().cuda()
 
     def run(self, mode="aligned", wgrad_bf16=False, save="gate_up", accumulate_into=None, dirt=0):
-        layer = mx_c_api.MxLayer(self.tokens, self.top_k, self.experts, self.d, self.f, mode, wgrad_bf16, self.activation)
+        layer = mx_c_api.MxLayer(
+            self.tokens, self.top_k, self.experts, self.d, self.f, mode, wgrad_bf16, self.activation
+        )
         gate_up, down = layer.prepare(self.w_gate_up), layer.prepare(self.w_down)
         plan = layer.schedule(self.expert, layer.new_plan())
         layer.soil()
@@ -90,7 +94,17 @@ class Problem:
         self.saved, self.row_TxK = saved, plan.row_TxK
         layer.workspace.fill_(dirt or 255)
         layer.backward(
-            self.x, self.weight, self.dy, plan, gate_up, down, saved, dx, d_weight, *dw, accumulate=accumulate_into is not None
+            self.x,
+            self.weight,
+            self.dy,
+            plan,
+            gate_up,
+            down,
+            saved,
+            dx,
+            d_weight,
+            *dw,
+            accumulate=accumulate_into is not None,
         )
         torch.cuda.synchronize()
         return dict(zip(("y", "dx", "d_weight", "dw_gate_up", "dw_down"), (y, dx, d_weight, *dw), strict=True))
@@ -169,7 +183,8 @@ def test_against_fp32_the_error_is_that_of_the_format():
     got = p.run("aligned")
     ref = oracle.layer(p.activation, p.x, p.weight, p.expert, p.w_gate_up, p.w_down, p.dy)
     found = errors(got, dict(zip(NAMES, ref[:5], strict=True)))
-    # below the range something ran unquantised, above it something is broken (numerics of the format: 6.6e-2 y, 7e-2 dx and dW)
+    # below the range something ran unquantised, above it something is broken (numerics of the format: 6.6e-2 y, 7e-2 dx
+    # and dW)
     assert 4e-2 < found["y"] < 8.5e-2 and 4e-2 < found["dx"] < 9e-2, found
     assert 4e-2 < found["dw_gate_up"] < 1e-1 and 4e-2 < found["dw_down"] < 1e-1, found
 
@@ -201,7 +216,9 @@ def test_small_integers_are_exact(mode):
 
 @pytest.mark.parametrize("name", ["top_k", "outliers"])
 def test_error_of_the_products_alone(name):
-    """From the kernels' own gate and up, d(weight) shows the error of one FP8 product, before any rounding to BF16, and its bias."""
+    """From the kernels' own gate and up, d(weight) shows the error of one FP8 product, before any rounding to BF16,
+    and its bias.
+    """
     p = Problem(name)
     found = {}
     for mode in ("aligned", "exact"):

@@ -1,5 +1,6 @@
-"""The scalar maths of the CUDA quantisers (kernels_cuda/quantize_math.h), compiled for the host, against ops/mxfp8.py: equal bits.
-Needs a C++ compiler, no GPU; the kernels themselves are compared in test_quantize.py."""
+"""The scalar maths of the CUDA quantisers (kernels_cuda/quantize_math.h), compiled for the host, against ops/mxfp8.py:
+equal bits. Needs a C++ compiler, no GPU; the kernels themselves are compared in test_quantize.py.
+"""
 
 import ctypes
 import pathlib
@@ -26,7 +27,9 @@ def lib(tmp_path_factory):
     target = tmp_path_factory.mktemp("mx_math") / "mx_math.so"
     # no contraction, no flushing: what the device does
     command = [CXX, "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'kernels_cuda'}"]
-    done = subprocess.run([*command, str(ROOT / "tests/cuda/mx_math.cc"), "-o", str(target)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(ROOT / "tests/cuda/mx_math.cc"), "-o", str(target)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lib = ctypes.CDLL(str(target))
     lib.interleaved_offset.restype = ctypes.c_int64
@@ -56,7 +59,9 @@ def test_scale_codes_of_every_bf16_maximum(lib):
         amax = bits & np.uint32(0x7FFFFFFF)
         code = np.empty(amax.size, np.uint8)
         run(lib.scale_codes, amax, code, numbers=[amax.size])
-        np.testing.assert_array_equal(code, np.asarray(mxfp8.scale_code(jnp.asarray(amax.view(np.int32)))).astype(np.uint8))
+        np.testing.assert_array_equal(
+            code, np.asarray(mxfp8.scale_code(jnp.asarray(amax.view(np.int32)))).astype(np.uint8)
+        )
 
 
 def test_elements_round_to_nearest_even(lib):

@@ -1,5 +1,6 @@
-"""What the compiler made of the FP8 products: next to no local memory in the product loops, no serialised products; quantisers that spill next to nothing. Needs
-nvcc 13.0 or later, no GPU; disassembly needs cuobjdump as well."""
+"""What the compiler made of the FP8 products: next to no local memory in the product loops, no serialised products;
+quantisers that spill next to nothing. Needs nvcc 13.0 or later, no GPU; disassembly needs cuobjdump as well.
+"""
 
 import pathlib
 import re
@@ -12,7 +13,8 @@ KERNELS = pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
 
-# Weight gradients: registers that their loop lacks, 8 accesses in 430 instructions and a K block; no other loop touches local memory.
+# Weight gradients: registers that their loop lacks, 8 accesses in 430 instructions and a K block; no other loop touches
+# local memory.
 MAX_LOCAL_WGRAD = 8
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
@@ -66,7 +68,9 @@ def test_product_loops_touch_next_to_no_local_memory(products):
 def test_quantisers_spill_next_to_nothing(name, tmp_path):
     _, log = build(name, tmp_path)
     spills = sorted(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
-    assert spills and spills[-2] <= 32 and spills[-1] <= 128, log  # the largest: both orientations dequantised, of mode exact
+    assert spills and spills[-2] <= 32 and spills[-1] <= 128, (
+        log
+    )  # the largest: both orientations dequantised, of mode exact
 
 
 def test_instructions_stay_in_the_instruction_layer():

@@ -1,4 +1,6 @@
-"""The CUDA quantisers on a GPU of compute capability 9.0 against ops/mxfp8.py run on the same GPU: equal bits, everywhere."""
+"""The CUDA quantisers on a GPU of compute capability 9.0 against ops/mxfp8.py run on the same GPU: equal bits,
+everywhere.
+"""
 
 import os
 import pathlib
@@ -87,9 +89,7 @@ def check(lib, x, rows, columns, references=None):
     """`rows`, `columns`: (form, layout, transposed), or None. `references`: those of x already made, by arguments."""
     references = {} if references is None else references
     shape = tuple(x.shape)
-    outputs = [
-        Output(lib, shape, by_rows, *(spec or ("none",))) for by_rows, spec in ((True, rows), (False, columns))
-    ]
+    outputs = [Output(lib, shape, by_rows, *(spec or ("none",))) for by_rows, spec in ((True, rows), (False, columns))]
     quantize(lib, x, *outputs)
     torch.cuda.synchronize()
     for by_rows, spec, out in ((True, rows, outputs[0]), (False, columns, outputs[1])):
@@ -175,7 +175,14 @@ def test_random_bit_patterns(lib, dtype):
     generator = torch.Generator("cuda").manual_seed(11)
     part = min(total, 2**26)
     for _ in range(-(-total // part)):
-        words = torch.randint(-(2**31), 2**31, (part // (2 if dtype == torch.bfloat16 else 1),), device="cuda", generator=generator, dtype=torch.int32)
+        words = torch.randint(
+            -(2**31),
+            2**31,
+            (part // (2 if dtype == torch.bfloat16 else 1),),
+            device="cuda",
+            generator=generator,
+            dtype=torch.int32,
+        )
         x = words.view(dtype).view(1, -1, 2048)
         # exponents near each other in most blocks, or one large element would round the others to zero
         calm = torch.randn(x.shape, device="cuda", generator=generator).to(dtype)
@@ -213,11 +220,19 @@ def test_groups_read_no_padding_and_leave_slack_alone(lib):
         elements, codes = reference(dense[None], -1, "aligned", False)
         same(rows_out.elements[0, :used_rows], elements[0, :used_rows], "grouped rows")
         got = rows_out.codes.view(-1, rows)[:, :used_rows]
-        same(got, expected_codes(codes, "aligned", "plain", True, False).view(-1, rows)[:, :used_rows], "grouped row codes")
+        same(
+            got,
+            expected_codes(codes, "aligned", "plain", True, False).view(-1, rows)[:, :used_rows],
+            "grouped row codes",
+        )
         elements, codes = reference(dense[None], -2, "aligned", True)
         same(columns_out.elements[0, :, :used_rows], elements[0, :, :used_rows], "grouped columns")
         got = columns_out.codes.view(rows // 128, -1)[: used_rows // 128]
-        same(got, expected_codes(codes, "aligned", "plain", False, True).view(rows // 128, -1)[: used_rows // 128], "grouped column codes")
+        same(
+            got,
+            expected_codes(codes, "aligned", "plain", False, True).view(rows // 128, -1)[: used_rows // 128],
+            "grouped column codes",
+        )
         assert (rows_out.elements[0, used_rows:] == 255).all(), "slack rows were written"
 
 
@@ -227,7 +242,9 @@ def test_losses_are_counted(lib, dtype):
     x[:, ::3, ::32] *= 2.0**20
     x = special_values(x).to(dtype)
     stats = mxfp8.quantization_stats(to_jax(x), mxfp8.quantize(to_jax(x)))
-    expected = [int(getattr(stats, f)) for f in ("elements", "nonzero", "underflowed", "saturated", "blocks", "poisoned")]
+    expected = [
+        int(getattr(stats, f)) for f in ("elements", "nonzero", "underflowed", "saturated", "blocks", "poisoned")
+    ]
     assert mx_c_api.count_losses(lib, x) == expected
     assert expected[2] > 0 and expected[5] > 0
 
