@@ -19,7 +19,7 @@ from moejax.config_load import help_text, load
 from moejax.data import open_dataset, train_iterator
 from moejax.data.placement import local_rows, place_batch
 from moejax.distributed import exit_process, processes
-from moejax.mesh import make_mesh
+from moejax.mesh_plan import config_mesh
 from moejax.training.compiling import compile_step, use_compile_cache
 from moejax.training.errors import one_line_errors
 from moejax.training.finish import finish
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             if summary and summary["steps"] >= config.training.steps:
                 print(f"{run.path} has finished:\n{summary_text(summary)}\nreport: {run.path / 'report.html'}")
             else:
-                with jax.set_mesh(make_mesh(config.mesh, config.moe.num_experts, axis_type=jax.sharding.AxisType.Auto)):
+                with jax.set_mesh(config_mesh(config)):
                     outcome.exit_code = train(run, config, watchdog)
     return outcome.exit_code
 
@@ -78,8 +78,8 @@ def train(run: RunFolder, config: Config, watchdog: Watchdog) -> int:
     print(f"{total:,} parameters, {active:,} active per token; {devices}")
     if needs_counting_pass(config):
         print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
-    example = split_batch(next(train_iterator(dataset, config, rows)), config.training.micro_batches)
-    example = place_batch(example, mesh, config.training.global_batch // config.training.micro_batches)
+    first = split_batch(next(train_iterator(dataset, config, rows)), config.training.micro_batches)
+    example = place_batch(first, mesh, config.training.global_batch // config.training.micro_batches)
     step, products = compile_step(make_step(skeleton, config), state, example)
     counts = ", ".join(f"{count} {precision}" for precision, count in products.items())
     print(f"expert products in the step: {counts} (two forward and four backward in each MoE layer)")

@@ -74,5 +74,6 @@ def _rows_here(rows: int, length: int, mesh: jax.sharding.Mesh | None) -> np.nda
     sharding = named_sharding(mesh, ("batch", "sequence"), _WHAT, (rows, length))
     held = np.zeros(rows, bool)
     for index in sharding.addressable_devices_indices_map((rows, length)).values():
+        assert index is not None  # of a device of this process
         held[index[0]] = True
     return np.flatnonzero(held)

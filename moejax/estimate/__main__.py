@@ -18,8 +18,6 @@ from moejax.mesh import AXES, resolve_axes
 from moejax.training.errors import one_line_errors
 from moejax.training.state import parameter_counts, with_vocabulary
 
-_GIB = 2**30
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -76,9 +74,9 @@ def report(config: Config, mesh: Mesh, state: StateBytes, step: StepBytes, todo:
         *_table({"symmetric heap (no megakernel yet)": 0, "all together": used}),
         "",
         "FLOPs of each device in a step",
-        f"  {'experts':38}{todo.expert_flops / 1e12:12,.3f} T",
-        f"  {'everything else':38}{todo.dense_flops / 1e12:12,.3f} T",
-        f"  {'of these the model needs':38}{todo.model_flops / 1e12:12,.3f} T",
+        _line("experts", _flops(todo.expert_flops)),
+        _line("everything else", _flops(todo.dense_flops)),
+        _line("of these the model needs", _flops(todo.model_flops)),
         "bytes each device sends in a step",
         *_table(todo.traffic or {"nothing": 0}),
         "",
@@ -110,14 +108,28 @@ def compiled_report(compiled: CompiledStep, state: StateBytes, step: StepBytes) 
     return [
         "",
         f"the step compiled for {compiled.devices} CPU devices in {compiled.seconds:.0f} s (numbers of the CPU program)",
-        f"  {'arguments':38}{compiled.argument_bytes / _GIB:12,.3f} GiB  (estimated {held / _GIB:,.3f})",
-        f"  {'temporaries':38}{compiled.temporary_bytes / _GIB:12,.3f} GiB  (estimated {step.temporaries / _GIB:,.3f})",
+        _line("arguments", f"{_size(compiled.argument_bytes)}, estimated {_size(held)}"),
+        _line("temporaries", f"{_size(compiled.temporary_bytes)}, estimated {_size(step.temporaries)}"),
         "  collectives: " + (", ".join(f"{n} {name}" for name, n in compiled.collectives.items()) or "none"),
     ]
 
 
 def _table(values: dict[str, float]) -> list[str]:
-    return [f"  {name.replace('_', ' '):38}{value / _GIB:12,.3f} GiB" for name, value in values.items()]
+    return [_line(name.replace("_", " "), _size(value)) for name, value in values.items()]
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:38}{text}"
+
+
+def _size(value: float) -> str:
+    unit, name = (2**30, "GiB") if value >= 2**30 else (2**20, "MiB") if value >= 2**20 else (2**10, "KiB")
+    return f"{value / unit:9,.2f} {name}"
+
+
+def _flops(value: float) -> str:
+    unit, name = (1e12, "T") if value >= 1e12 else (1e9, "G")
+    return f"{value / unit:9,.2f} {name}"
 
 
 def _mesh_sizes(text: str) -> dict[str, int]:

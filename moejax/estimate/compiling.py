@@ -40,11 +40,12 @@ def compile_step(config: Config) -> CompiledStep:
         shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), jax.NamedSharding(mesh, jax.P()))
         step = jax.jit(make_step(skeleton, config), donate_argnums=0, out_shardings=shardings)
         compiled = step.lower(state, batch).compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None  # XLA on the CPU knows both
     return CompiledStep(
         devices=mesh.size,
         seconds=time.monotonic() - started,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        collectives=dict(collections.Counter(_COLLECTIVE.findall(compiled.as_text()))),
+        collectives=dict(collections.Counter(_COLLECTIVE.findall(text))),
     )

@@ -116,7 +116,7 @@ def skeleton_weights(state: TrainState, mesh: Mesh) -> dict[str, int]:
     sizes = {"expert": 0, "other": 0}
     for name, leaf in named_leaves(state.params).items():
         spec = [_without(entry, "fsdp") for entry in leaf.sharding.spec]
-        whole = jax.NamedSharding(mesh, jax.P(*spec)).shard_shape(leaf.shape)  # type: ignore[arg-type]
+        whole = jax.NamedSharding(mesh, jax.P(*spec)).shard_shape(leaf.shape)
         sizes["expert" if is_expert(name) else "other"] += math.prod(whole) * leaf.dtype.itemsize
     return sizes
 
@@ -141,7 +141,7 @@ def activation_bytes(config: Config, mesh: Mesh) -> int:
     outside = set(program.jaxpr.invars) | set(program.jaxpr.constvars)
     values = {v for v in program.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in outside}
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state.params, _copies(skeleton, state)))}
-    avals = [value.aval for value in values]
+    avals: list[Any] = [value.aval for value in values]
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals if (a.shape, a.dtype) not in weights)
 
 

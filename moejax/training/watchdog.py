@@ -159,11 +159,11 @@ class Watchdog:
         self._ticks += 1
         report = {"tick": self._ticks, "step": self._step, "doing": self._doing}
         report |= {"failed": self._failed, "left": self._left}
+        store, key, text = self._store, f"{_FOLDER}/{self._rank}", json.dumps(report)
+        assert store is not None
         with contextlib.suppress(Exception):  # an unreachable store is what `_answered` is for
-            _within(
-                (2 * self._interval + 1.0) if wait else None,
-                lambda: self._store.key_value_set(f"{_FOLDER}/{self._rank}", json.dumps(report), allow_overwrite=True),
-            )
+            seconds = 2 * self._interval + 1.0 if wait else None
+            _within(seconds, lambda: store.key_value_set(key, text, allow_overwrite=True))
 
     def _listen(self) -> None:
         assert self._store is not None
@@ -218,7 +218,7 @@ class Watchdog:
                 f"out of reach {_at(report)}"
             )
         for rank in range(self._ranks):
-            report, since = self._heard.get(rank, (None, begun if begun is not None else now))
+            report, since = self._heard.get(rank, ({}, begun if begun is not None else now))
             silence = self._answered - since  # while the store does not answer, nobody can be heard
             if rank == self._rank or (report and report["left"]) or silence <= seconds:
                 continue
