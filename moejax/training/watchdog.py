@@ -89,7 +89,7 @@ class Watchdog:
     ):
         self._store, self._rank, self._ranks = store, rank, ranks
         self._stall = stall_seconds
-        self._interval = min(max(stall_seconds / 20, 0.05), 5.0)
+        self._interval = min(max(stall_seconds / 20, 0.05), 2.0)
         self._end = end or _print_and_exit
         self._done = threading.Event()
         self._ended = threading.Lock()  # taken once, by whoever ends the process
@@ -205,7 +205,7 @@ class Watchdog:
         now = time.monotonic()
         for rank, (report, since) in sorted(self._heard.items()):
             if rank != self._rank and report["failed"] and now - since >= grace:
-                failed = report["failed"].removeprefix(f"rank {rank} ")
+                failed = report["failed"]  # of a third rank, if this one found out that it was its fault
                 return failed if failed.startswith("rank ") else f"rank {rank} failed {_at(report)}: {failed}"
         return None
 
