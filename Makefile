@@ -14,7 +14,7 @@ INSTALL = scripts/install.sh
 # One process per core of the smallest machine; a file stays in one process, so that it compiles its programs once.
 WORKERS ?= -n 2 --dist loadfile
 
-.PHONY: help setup train test test-all test-oldest cuda test-cuda-host lint sanitize bench-cpu lock
+.PHONY: help setup train test test-all test-oldest cuda test-cuda-host test-cuda lint sanitize bench-cpu lock
 
 help:
 	@echo "make train        train configs/quickstart.yaml: an MoE on Python's own source code"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-all     the tests and the slow sweeps"
 	@echo "make test-oldest  part of the tests on jax $(OLDEST_JAX), the oldest supported"
 	@echo "make cuda         build the CUDA kernels too (needs nvcc 13.0 or newer)"
+	@echo "make test-cuda-host  checks of the CUDA code that need nvcc and no GPU (host emulator, compiled code)"
+	@echo "make test-cuda    the tests that need a GPU"
 	@echo "make lint         ruff and mypy"
 	@echo "make sanitize     C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make bench-cpu    the CPU benchmark of the expert layer"
@@ -40,11 +42,12 @@ $(VENV)/.installed: $(VENV)/.deps $(NATIVE_SOURCES) moejax/__init__.py
 train: $(VENV)/.installed
 	$(PYTHON_RUN) train.py configs/quickstart.yaml $(ARGS)
 
+# The CUDA kernels have targets of their own below: their tests compile for minutes.
 test: $(VENV)/.installed
-	$(PYTHON_RUN) -m pytest $(WORKERS) $(ARGS)
+	$(PYTHON_RUN) -m pytest $(WORKERS) --ignore=tests/cuda $(ARGS)
 
 test-all: $(VENV)/.installed
-	$(PYTHON_RUN) -m pytest $(WORKERS) --slow $(ARGS)
+	$(PYTHON_RUN) -m pytest $(WORKERS) --ignore=tests/cuda --slow $(ARGS)
 
 $(OLDEST_VENV)/.deps: pyproject.toml constraints.txt scripts/install.sh scripts/requirements.py
 	@JAX_PIN=$(OLDEST_JAX) $(INSTALL) $(OLDEST_VENV) deps
@@ -65,7 +68,11 @@ cuda: $(VENV)/.deps
 test-cuda-host: cuda
 	@command -v cuobjdump >/dev/null || [ -x /usr/local/cuda/bin/cuobjdump ] || \
 	  $(PYTHON_RUN) -m pip install -qq -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-	PATH="$$PATH:/usr/local/cuda/bin:$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/bin)" MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
+	PATH="$$PATH:/usr/local/cuda/bin:$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/bin)" MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest $(WORKERS) -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
+
+# On a machine with a GPU: all tests marked gpu.
+test-cuda: cuda
+	MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m gpu $(ARGS)
 
 lint: $(VENV)/.deps
 	$(PYTHON_RUN) -m ruff check .
