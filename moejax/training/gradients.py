@@ -71,7 +71,7 @@ def make_gradients(skeleton: Skeleton, config: Config) -> Callable[[Any, Any, Ba
     def gradients(params: Any, router_bias: Any, batch: Batch) -> tuple[Any, Sums, Totals]:
         totals = Totals(jnp.sum(batch["segment"] > 0), jnp.sum(batch["target"] >= 0))
         mesh = current_mesh()
-        if not splits_by_hand(mesh):
+        if mesh is None or not splits_by_hand(mesh):
             return *_accumulate(skeleton, config, params, router_bias, batch, totals, mesh=None), totals
         experts, rest = skeleton.partition(skeleton.specs(mesh))
         params_in = skeleton.join(experts, jax.tree.map(lambda _: jax.P(), rest, is_leaf=_is_spec))
@@ -86,9 +86,9 @@ def make_gradients(skeleton: Skeleton, config: Config) -> Callable[[Any, Any, Ba
     return gradients
 
 
-def splits_by_hand(mesh: jax.sharding.AbstractMesh | None) -> bool:
+def splits_by_hand(mesh: jax.sharding.AbstractMesh) -> bool:
     """Whether a step runs inside one `shard_map`: its mesh splits nothing but rows, experts and masters."""
-    return mesh is not None and mesh.size == math.prod(mesh.shape.get(axis, 0) for axis in BATCH_AXES)
+    return mesh.size == math.prod(mesh.shape.get(axis, 0) for axis in BATCH_AXES)
 
 
 def needs_counting_pass(config: Config) -> bool:
@@ -130,7 +130,7 @@ def _accumulate(skeleton: Skeleton, config: Config, params, router_bias, batch, 
     if not stacked:
         rest = skeleton.join(masters, rest)
         masters = jax.tree.map(lambda _: None, masters)
-    buffers = tuple(new_accumulator(stack, spec) for stack in prepared.stacks) if stacked else None
+    buffers = None if prepared.stacks is None else tuple(new_accumulator(stack, spec) for stack in prepared.stacks)
     if config.training.micro_batches == 1:
         part = jax.tree.map(lambda x: x[0], batch)
         _, pullback, sums = jax.vjp(lambda rest, buffers: objective(rest, buffers, part), rest, buffers, has_aux=True)
@@ -140,8 +140,9 @@ def _accumulate(skeleton: Skeleton, config: Config, params, router_bias, batch, 
         refs = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), rest)
 
         def micro_batch(buffers, part):
+            pullback: Any
             _, pullback, sums = jax.vjp(lambda rest, b: objective(rest, b, part), rest, buffers, has_aux=True)
-            by_value = jax.tree.map(lambda _: jax.ad.GradValue(), buffers)
+            by_value = jax.tree.map(lambda _: jax.ad.GradValue(), buffers)  # type: ignore[attr-defined]
             _, buffers = pullback.with_refs(refs, by_value)((jnp.float32(1.0), buffers))
             return buffers, sums
 
