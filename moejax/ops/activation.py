@@ -4,6 +4,8 @@
 u), and backward by hand-written rules, because the expert layer is one custom_vjp.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -15,11 +17,13 @@ _GELU_CUBIC = 0.044715  # of the tanh form of GELU, Hendrycks & Gimpel, arXiv 16
 
 
 def check_activation(act: ActivationConfig) -> None:
-    """Raises ValueError for an unknown name, or a limit that is missing, not positive, or would be ignored."""
+    """Raises ValueError for an unknown name, an alpha that is no slope, or a limit that is missing, not positive or ignored."""
     if act.name not in ("swiglu", "geglu", *_CLAMPED):
         raise ValueError(f"act.name is {act.name!r}; expected one of swiglu, swiglu_clamped, swiglu_oai, geglu")
     if act.name in _CLAMPED and not (act.limit is not None and act.limit > 0):
         raise ValueError(f"act.limit is {act.limit}; {act.name} needs a positive limit (7.0 in gpt-oss)")
+    if not (act.alpha > 0 and math.isfinite(act.alpha)):
+        raise ValueError(f"act.alpha is {act.alpha}; expected a positive number (1.702 in gpt-oss)")
     if act.name not in _CLAMPED and act.limit is not None:
         raise ValueError(f"act.limit is {act.limit}, but {act.name} does not clamp: use swiglu_clamped, or limit: null")
 
@@ -31,8 +35,7 @@ def gated(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> jax.Array:
     limit).
     swiglu_oai: same clamp, g sigmoid(alpha g) (u + 1) (gpt-oss model card, arXiv 2508.10925). geglu: gelu_tanh(g) u.
     """
-    if act.limit is not None:  # a clamped variant: `check_activation`
-        gate, up = jnp.minimum(gate, act.limit), jnp.clip(up, -act.limit, act.limit)
+    gate, up = _clamped(gate, up, act)
     value, _ = _gate_value_and_slope(gate, act)
     return value * (up + 1.0 if act.name == "swiglu_oai" else up)
 
@@ -40,8 +43,7 @@ def gated(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> jax.Array:
 def gated_grad(gate: jax.Array, up: jax.Array, dh: jax.Array, act: ActivationConfig) -> tuple[jax.Array, jax.Array]:
     """(d_gate, d_up) of `gated` for the cotangent dh. Beyond the clamp the derivative is 0, exactly on the limit 1."""
     gate_in, up_in = gate, up
-    if act.limit is not None:  # a clamped variant: `check_activation`
-        gate, up = jnp.minimum(gate, act.limit), jnp.clip(up, -act.limit, act.limit)
+    gate, up = _clamped(gate, up, act)
     value, slope = _gate_value_and_slope(gate, act)
     d_gate = dh * slope * (up + 1.0 if act.name == "swiglu_oai" else up)
     d_up = dh * value
@@ -50,6 +52,19 @@ def gated_grad(gate: jax.Array, up: jax.Array, dh: jax.Array, act: ActivationCon
         d_gate = jnp.where(gate_in > act.limit, 0.0, d_gate)
         d_up = jnp.where(jnp.abs(up_in) > act.limit, 0.0, d_up)
     return d_gate, d_up
+
+
+def _clamped(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> tuple[jax.Array, jax.Array]:
+    """min(g, limit) and clip(u, -limit, limit) of the clamped variants; NaN stays NaN.
+
+    Selections, because JAX halves the derivatives of minimum and clip where a value is exactly on the limit, as it often is in
+    BF16.
+    """
+    if act.limit is None:
+        return gate, up
+    return jnp.where(gate > act.limit, act.limit, gate), jnp.where(
+        jnp.abs(up) > act.limit, act.limit * jnp.sign(up), up
+    )
 
 
 def _gate_value_and_slope(gate: jax.Array, act: ActivationConfig) -> tuple[jax.Array, jax.Array]:
