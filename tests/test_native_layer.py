@@ -7,6 +7,7 @@ import pytest
 
 from moejax.config import ActivationConfig
 from moejax.native import calls
+from moejax.ops.activation import gated, gated_grad
 from moejax.ops.moe import resolve_backend
 from tests.native_support import assert_close, assert_same_bits, make_problem, needs_native, oracle, relative_norm, run
 
@@ -34,6 +35,23 @@ def test_unaligned_groups_match_double_precision(sizes):
 def test_every_activation_with_biases_masked_slots_and_two_experts(act):
     problem = make_problem([40, 0, 130, 7], 24, 40, top_k=2, bias=True, act=act)
     assert_close(run(problem), oracle(problem), 3e-6)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS[:3], ids=lambda act: act.name)
+def test_gates_of_any_finite_size(act):
+    """One token whose gates are the list, ups are 0.5, and outputs are h itself. Far below zero nothing may be left of a gate."""
+    gates = np.array([-3e38, -1e30, -1e4, -100.0, -88.1, -80.0, 0.3, 80.0, 1e30], np.float32)
+    size = len(gates)
+    problem = make_problem([1], size, size, act=act)
+    problem.x_TxD[:], problem.dy_TxD[:], problem.weight_TxK[:] = np.eye(1, size), 1.0, 1.0
+    problem.w_gate_up[:], problem.w_down[:] = 0.0, np.eye(size)
+    problem.w_gate_up[0, 0, :, 0], problem.w_gate_up[0, 1, :, 0] = gates, 0.5
+    y, _, _, d_experts = run(problem)
+    up = jnp.full(size, 0.5)
+    np.testing.assert_allclose(np.asarray(y)[0], gated(gates, up, act), rtol=2e-6, atol=1e-30)
+    d_gate, d_up = gated_grad(gates, up, jnp.ones(size), act)
+    np.testing.assert_allclose(d_experts.w_gate_up_Ex2xFxD[0, 0, :, 0], d_gate, rtol=2e-6, atol=1e-30)
+    np.testing.assert_allclose(d_experts.w_gate_up_Ex2xFxD[0, 1, :, 0], d_up, rtol=2e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])

@@ -212,7 +212,11 @@ inline float Exp(float x) {
   p = p * (r * r) + r + 1.0f;
   return FromBits(Bits(p) + ((Bits(shifted) - 0x4B400000u) << 23));
 }
-inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp(-x)); }
+// Exp is bounded at 88, so below -88 the quotient would stay at 6e-39, and times a gate of -1e38 that is no longer nothing.
+inline float Sigmoid(float x) {
+  const float sigmoid = 1.0f / (1.0f + Exp(-x));
+  return x < -88.0f ? 0.0f : sigmoid;
+}
 
 template <ActivationKind kind>
 inline float ClampGate(float gate, float limit) {
