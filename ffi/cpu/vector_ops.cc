@@ -241,8 +241,8 @@ inline float GateValue(float gate, float alpha, float* slope) {
     bounded = bounded < -30.0f ? -30.0f : bounded;
     const float square = bounded * bounded;
     const float sigmoid = Sigmoid(2.0f * kRoot * (bounded + kCubic * square * bounded));  // (1 + tanh z) / 2 is sigmoid(2z)
-    const float inner = kRoot * (1.0f + 3.0f * kCubic * square);
-    *slope = sigmoid + 2.0f * gate * sigmoid * (1.0f - sigmoid) * inner;
+    const float inner = 2.0f * kRoot * (1.0f + 3.0f * kCubic * square);
+    *slope = sigmoid + gate * (sigmoid * (1.0f - sigmoid) * inner);
     return gate * sigmoid;
   } else {
     const float a = kind == ActivationKind::kSwigluOai ? alpha : 1.0f;

@@ -161,8 +161,8 @@ def moe_forward(
       y like x (on rows: in the compute dtype, zero in padding), and gate_up (T K, 2F), on rows (M, 2F), in the compute
       dtype or None: the rows of the groups one after another, without padding.
     """
-    on_rows = rows.slot_M is None
-    packed, (_, D, F) = x.shape[0] if on_rows else rows.row_TxK.size, operands.down_ExDxF.shape
+    on_rows = rows.slot_M is None or rows.row_TxK is None
+    packed, (_, D, F) = x.shape[0] if rows.row_TxK is None else rows.row_TxK.size, operands.down_ExDxF.shape
     dtype = _compute_dtype(recipe)
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
@@ -195,13 +195,13 @@ def moe_backward(
       dx like x (on rows: in the compute dtype), d_weight like weight, and the four gradients (biases None where there
       are none).
     """
-    on_rows = rows.slot_M is None
-    M, (E, D, F) = x.shape[0] if on_rows else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
+    on_rows = rows.slot_M is None or rows.row_TxK is None
+    M, (E, D, F) = x.shape[0] if rows.slot_M is None else rows.slot_M.shape[0], dgrad.down_ExDxF.shape
     window_tiles = max(1, min(_WINDOW_TILES, M // TILE))
     has_bias = biases[0] is not None
     results = [
         ((0,) if on_rows else x.shape, x.dtype),
-        ((M if on_rows else rows.row_TxK.size, D), _compute_dtype(recipe)),
+        ((M if rows.row_TxK is None else rows.row_TxK.size, D), _compute_dtype(recipe)),
         (weight.shape, jnp.float32),
         ((E, 2, F, D), jnp.float32),
         ((E, D, F), jnp.float32),

@@ -68,7 +68,7 @@ def router_stats(
     # A sum over slots written out: XLA vectorises it over E (0.4 ms for T 8192, K 8, E 128; one reduction over K: 13
     # ms).
     hit_BxLxE = sum((expert_BxLxK[..., s, None] == expert_ids).astype(jnp.int32) for s in range(top_k))
-    count_BxE = jnp.sum(hit_BxLxE, axis=-2)
+    count_BxE = jnp.sum(hit_BxLxE, axis=-2, dtype=jnp.int32)  # int64 otherwise where x64 is enabled
     tokens_B = jnp.sum(mask_BxL, axis=-1, dtype=jnp.int32)
     prob_BxLxE = jnp.where(mask_BxL[..., None], prob_BxLxE, 0.0)
     prob_sum_BxE = jnp.sum(prob_BxLxE, axis=-2)
@@ -80,12 +80,12 @@ def router_stats(
     safe_BxLxE = jnp.where(fixed_BxLxE == 0.0, 1.0, fixed_BxLxE)  # p log p is 0 at 0
     rows = tuple(range(count_BxE.ndim - 1))
     return RouterStats(
-        count_E=jnp.sum(count_BxE, axis=rows),
+        count_E=jnp.sum(count_BxE, axis=rows, dtype=jnp.int32),
         prob_sum_E=jnp.sum(prob_sum_BxE, axis=rows),
         z_sum=jnp.sum(lse_BxL**2),
         entropy_sum=-jnp.sum(safe_BxLxE * jnp.log(safe_BxLxE)),
         sequence_sum=jnp.sum(row_loss_BxE),
-        tokens=jnp.sum(tokens_B),
+        tokens=jnp.sum(tokens_B, dtype=jnp.int32),
         dropped=jnp.zeros((), jnp.int32),
         moved_bytes=jnp.zeros((), jnp.float32),
     )
