@@ -70,8 +70,8 @@ def _clamped(gate: jax.Array, up: jax.Array, act: ActivationConfig) -> tuple[jax
 def _gate_value_and_slope(gate: jax.Array, act: ActivationConfig) -> tuple[jax.Array, jax.Array]:
     """The factor made of the gate, and its derivative in the gate."""
     if act.name == "geglu":
-        # (1 + tanh z) / 2 as sigmoid(2 z): 1 + tanh cancels, 0.2 % at a gate of -4. The sigmoid is exactly 0 or 1 long before 30, and
-        # the cube of a huge gate would be Inf, and Inf * 0 NaN.
+        # (1 + tanh z) / 2 as sigmoid(2 z): 1 + tanh cancels, 0.2 % at a gate of -4. The sigmoid is exactly 0 or 1 long before
+        # 30, and the cube of a huge gate would be Inf, and Inf * 0 NaN.
         bounded = jnp.clip(gate, -30.0, 30.0)
         sigmoid = jax.nn.sigmoid(2.0 * _SQRT_2_OVER_PI * (bounded + _GELU_CUBIC * bounded**3))
         inner_slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * bounded**2)
