@@ -1,5 +1,5 @@
-// What the four epilogue warps of a Blackwell block do with the accumulators in tensor memory. Warp w reads lanes 32 w .. 32 w + 31, which are
-// rows 32 w .. of the block's 128; a thread has one row, 32 columns at a time. So a block of 32 along a row lies in one thread, and a
+// What the four epilogue warps of a Blackwell block do with the accumulators in tensor memory. Warp w reads lanes 32 w .. 32 w + 31,
+// which are those rows of the block's 128; a thread has one row, 32 columns at a time. So a block of 32 along a row lies in one thread, and a
 // block of 32 rows in one warp: both orientations of MXFP8 are quantised from registers.
 //
 // BF16 and FP32 results leave through shared panels of 32 rows x 128 bytes (128-byte swizzle) and bulk stores, a ring of panels per warp,

@@ -33,14 +33,20 @@ cudaError_t launch_tile(Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, in
   return cudaErrorInvalidValue;
 }
 
+// Kinds whose epilogue computes the activation.
+template <Kind kKind>
+cudaError_t launch_activated(Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream) {
+  return is_plain_swiglu(batch.args.act) ? launch_tile<kKind, true>(tile, batch, max_tasks, stream)
+                                         : launch_tile<kKind, false>(tile, batch, max_tasks, stream);
+}
+
 }  // namespace
 
 cudaError_t launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream) {
-  const bool plain = is_plain_swiglu(batch.args.act);
   switch (kind) {
-    case kGateUp: return plain ? launch_tile<kGateUp, true>(tile, batch, max_tasks, stream) : launch_tile<kGateUp, false>(tile, batch, max_tasks, stream);
+    case kGateUp: return launch_activated<kGateUp>(tile, batch, max_tasks, stream);
     case kDown: return launch_tile<kDown, true>(tile, batch, max_tasks, stream);
-    case kDgradDown: return plain ? launch_tile<kDgradDown, true>(tile, batch, max_tasks, stream) : launch_tile<kDgradDown, false>(tile, batch, max_tasks, stream);
+    case kDgradDown: return launch_activated<kDgradDown>(tile, batch, max_tasks, stream);
     case kDgradGateUp: return launch_tile<kDgradGateUp, true>(tile, batch, max_tasks, stream);
     case kWgradDown: return launch_tile<kWgradDown, true>(tile, batch, max_tasks, stream);
     case kWgradGateUp: return launch_tile<kWgradGateUp, true>(tile, batch, max_tasks, stream);

@@ -7,11 +7,14 @@
 #include <cstring>
 #include <new>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "isa/host/sm100_host.h"
 #include "sm100_roles.h"
+#include "sm100_task_list.h"
 
 namespace sm100_test {
 
@@ -299,31 +302,26 @@ struct Case {
     }
   }
 
-  void make_tasks() {
-    const bool wgrad = is_wgrad(kKind);
+  Sm100TaskList list() const {
     const int m_extent = kKind == kWgradGateUp ? shape.f : shape.d;
-    const int step = sm100_step_n<Config>(kKind);
-    const int n_tiles = (n_extent() + step - 1) / step;
+    return {kKind, Config::kTileM, sm100_step_n<Config>(kKind), m_extent, n_extent(), false};
+  }
+  void make_tasks() {
     for (int e = 0; e < experts(); ++e) {
-      const int extent = wgrad ? m_extent : shape.count[e];
-      for (int half = 0; half < (kKind == kWgradGateUp ? 2 : 1); ++half) {
-        for (int m = 0; m < extent; m += Config::kTileM) {
-          for (int n = 0; n < n_tiles; ++n) {
-            Task t = {};
-            t.kind = kKind;
-            t.half = static_cast<uint8_t>(half);
-            t.expert = e;
-            t.row0 = start[e] + (wgrad ? 0 : m);
-            t.rows = shape.count[e] - (wgrad ? 0 : m);
-            t.m0 = wgrad ? m : 0;
-            t.n0 = n * step;
-            t.wait = -1;
-            t.signal = static_cast<int>(tasks.size()) % 3 == 0 ? static_cast<int>(tasks.size()) : -1;
-            tasks.push_back(t);
-          }
-        }
+      for (int i = 0; i < sm100_count_tasks(list(), shape.count[e]); ++i) {
+        tasks.push_back(sm100_make_task(list(), i, e, start[e], shape.count[e]));
+        if (tasks.size() % 3 == 1) tasks.back().signal = static_cast<int>(tasks.size()) - 1;
       }
     }
+  }
+  // Every tile once: the results would not show one that is computed twice.
+  std::string check_tasks() const {
+    std::set<std::tuple<int, int, int, int, int>> tiles;
+    for (const Task& t : tasks) {
+      if (!tiles.insert(std::tuple{t.expert, int{t.half}, t.row0, t.m0, t.n0}).second) return "a tile is in the task list twice";
+    }
+    const int64_t most = sm100_max_tasks(list(), rows - 128, experts());
+    return static_cast<int64_t>(tasks.size()) <= most ? "" : "the task list is longer than sm100_max_tasks says";
   }
 
   int n_extent() const {

@@ -104,8 +104,22 @@ Results launch(const Case<kKind, Config>& c, const Results& from, float* millise
   args.save_gate_up = 1;
   args.accumulate = c.accumulate;
   const int count = static_cast<int>(tasks.size());
-  batch.tasks = arena.put(tasks);
-  batch.num_tasks = arena.put(std::vector<int>{count});
+  // The list is built on the device, as a layer would, and must be the host's.
+  const int64_t most = std::max<int64_t>(sm100_max_tasks(c.list(), c.rows - 128, c.experts()), 1);
+  Task* listed = static_cast<Task*>(arena.make(static_cast<size_t>(most) * sizeof(Task)));
+  int32_t* length = static_cast<int32_t*>(arena.make(sizeof(int32_t)));
+  check(build_sm100_tasks(c.list(), c.experts(), arena.put(c.shape.count), arena.put(c.start), listed, length, nullptr), "task list");
+  check(cudaDeviceSynchronize(), "the task list");
+  int got_length = 0;
+  check(cudaMemcpy(&got_length, length, sizeof(int), cudaMemcpyDeviceToHost), "copy to the host");
+  std::vector<Task> got_tasks(static_cast<size_t>(most));
+  check(cudaMemcpy(got_tasks.data(), listed, got_tasks.size() * sizeof(Task), cudaMemcpyDeviceToHost), "copy to the host");
+  if (got_length != count || (count > 0 && std::memcmp(got_tasks.data(), tasks.data(), tasks.size() * sizeof(Task)) != 0)) {
+    std::printf("{\"error\": \"the task list built on the device differs: %d tasks, %d expected\"}\n", got_length, count);
+    std::exit(1);
+  }
+  batch.tasks = listed;
+  batch.num_tasks = length;
   const Sm100Tile tile = {Config::kBlocks, Config::kMx};
   const int capacity = count + 5;  // clusters without work are drained
   check(launch_sm100_gemm(kKind, tile, batch, capacity, nullptr), "launch");

@@ -42,7 +42,8 @@ struct Faulty : HostSm100 {
   }
   template <int kBlocks>
   static void wait_cluster(uint32_t bar, uint32_t parity) {
-    barrier_wait(bar, parity);
+    if (on("wait with block scope")) return HostSm100::barrier_wait(bar, parity);
+    if (!skips(bar)) HostSm100::wait_cluster<kBlocks>(bar, broken_parity(bar, parity));
   }
   static void barrier_init(uint32_t bar, uint32_t arrivals) {
     if (on("arrival count too small") && is_acc_empty(bar)) arrivals = 1;
@@ -59,6 +60,7 @@ struct Faulty : HostSm100 {
   }
   template <int kBlocks>
   static void arrive_leader(uint32_t bar) {
+    if (on("arrival with block scope")) return machine::barrier_arrive(0, bar, 0);
     HostSm100::arrive_leader<kBlocks>(bar);
     if (on("a warp arrives more than once") && is_acc_empty(bar)) HostSm100::arrive_leader<kBlocks>(bar);
   }
@@ -203,6 +205,8 @@ const Fault kFaults[] = {
     {"arrival count too large", kOne, "deadlock"},
     {"too few bytes expected", kOne, "machine"},
     {"too many bytes expected", kOne, "machine"},
+    {"arrival with block scope", kPair, "block scope"},
+    {"wait with block scope", kPair, "block scope"},
     {"peer's scales not waited for", kPair, "machine"},
     {"a warp arrives more than once", kOne, ""},
     {"load into the next stage", kOne, "machine"},

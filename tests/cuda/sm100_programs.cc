@@ -37,6 +37,7 @@ void check(const char* name, const Shape& shape, Option option = kNothing) {
   std::string wrong;
   Case<kKind, Config> integers(shape, Data::kIntegers, accumulate);
   integers.dependent = option == kDependent;
+  wrong = integers.check_tasks();
   if (wrong.empty() && option == kEdges) {
     Case<kKind, Config> edges(shape, Data::kEdges);
     wrong = edges.template run<HostSm100>(1);

@@ -160,6 +160,25 @@ def test_tensor_memory_is_allocated_and_freed(kernels):
         assert len(kernel.positions("UGETNEXTWORKID")) == 1, kernel
 
 
+def test_the_program_for_a_first_run_on_hardware_compiles(tmp_path):
+    """scripts/blackwell_first_run.sh builds it; here its host half must at least compile against the kernels' interface."""
+    source = KERNELS.parent / "tests" / "cuda" / "sm100_device.cc"
+    command = [
+        NVCC,
+        "-std=c++17",
+        f"-I{KERNELS}",
+        f"-I{source.parent}",
+        "-c",
+        str(source),
+        "-o",
+        str(tmp_path / "device.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    script = (KERNELS.parent / "scripts" / "blackwell_first_run.sh").read_text()
+    assert all(name in script for name in ("sm100_kernels.cu", "sm100_device.cc", "tensor_map.cc"))
+
+
 def test_every_tcgen05_instruction_names_its_group():
     """A kernel's tcgen05 instructions must all carry one cta_group; remote arrivals must have cluster scope (cutlass #3643)."""
     text = (KERNELS / "isa" / "sm100.cuh").read_text()

@@ -43,12 +43,12 @@ struct HostSm100 : Host {
   static void barrier_arrive(uint32_t bar) { machine::barrier_arrive(machine::block(), bar, 0); }
   template <int kBlocks>
   static void arrive_leader(uint32_t bar) {
-    machine::barrier_arrive(0, bar, 0);
+    machine::barrier_arrive(0, bar, 0, machine::Scope::kCluster);
   }
   static void barrier_wait(uint32_t bar, uint32_t parity) { machine::barrier_wait(bar, parity); }
   template <int kBlocks>
   static void wait_cluster(uint32_t bar, uint32_t parity) {
-    machine::barrier_wait(bar, parity);
+    machine::barrier_wait(bar, parity, machine::Scope::kCluster);
   }
   static void warp_sync() { warp("warp_sync", 0, nullptr, nullptr); }
   template <int kBlocks>

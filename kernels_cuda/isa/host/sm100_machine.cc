@@ -307,12 +307,14 @@ uint8_t* bytes_at(int b, uint32_t address) { return state->memory[b].bytes.data(
 
 void begin_async_read(int b, uint32_t address) {
   Chunk& chunk = chunk_at(b, address, 16);
-  if (chunk.state == kUnwritten) fail("an asynchronous unit reads shared memory at " + std::to_string(address) + ", which was never written");
-  if (chunk.state == kInFlight) fail("an asynchronous unit reads shared memory at " + std::to_string(address) + " while a copy is filling it");
-  if (chunk.writer >= 0) {
-    fail("an asynchronous unit reads shared memory at " + std::to_string(address) + ", written by ordinary stores without a proxy fence");
+  if (chunk.state == kReady && chunk.writer < 0) {
+    ++chunk.readers;
+    return;
   }
-  ++chunk.readers;
+  const std::string what = "an asynchronous unit reads shared memory at " + std::to_string(address);
+  if (chunk.state == kUnwritten) fail(what + ", which was never written");
+  if (chunk.state == kInFlight) fail(what + " while a copy is filling it");
+  fail(what + ", written by ordinary stores without a proxy fence");
 }
 void end_async_read(int b, uint32_t address) { --chunk_at(b, address, 16).readers; }
 
@@ -341,7 +343,8 @@ void read_shared(uint32_t address, void* to, uint32_t bytes) {
   for (uint32_t at = address / 16 * 16; at < address + bytes; at += 16) {
     const Chunk& chunk = chunk_at(block(), at, 16);
     if (chunk.state != kReady) {
-      fail("shared memory at " + std::to_string(at) + " is read " + (chunk.state == kUnwritten ? "and was never written" : "while it is being filled"));
+      fail("shared memory at " + std::to_string(at) + " is read " +
+           (chunk.state == kUnwritten ? "and was never written" : "while it is being filled"));
     }
   }
   std::memcpy(to, bytes_at(block(), address), bytes);
@@ -371,9 +374,13 @@ void arrive(int b, uint32_t address, int64_t expect_bytes) {
   settle(bar);
 }
 
-void barrier_arrive(int b, uint32_t address, int64_t expect_bytes) {
+void barrier_arrive(int b, uint32_t address, int64_t expect_bytes, Scope scope) {
   check_before_sync("an arrival", true);
   finish_alloc();
+  if (b != block()) {
+    if (scope == Scope::kBlock) fail("an arrival at the other block with block scope (cutlass #3647)");
+    barrier_at(b, address).remote = true;
+  }
   arrive(b, address, expect_bytes);
   yield();
 }
@@ -384,12 +391,13 @@ void barrier_complete(int b, uint32_t address, int64_t bytes) {
   settle(bar);
 }
 
-void barrier_wait(uint32_t address, uint32_t parity) {
+void barrier_wait(uint32_t address, uint32_t parity, Scope scope) {
   Barrier& bar = barrier_at(block(), address);
   while ((bar.phase & 1) == parity) {
     bar.waiting.push_back(state->self);
     sleep("the barrier at " + std::to_string(address) + " of block " + std::to_string(block()));
   }
+  if (bar.remote && scope == Scope::kBlock) fail("a wait with block scope for arrivals of the other block");
   state->workers[state->self].needs_after = true;
 }
 

@@ -6,7 +6,8 @@
 // something never written or still under way, an overwrite of what an asynchronous unit still reads, ordinary stores read by an
 // asynchronous unit without a proxy fence, a tcgen05 operation after a wait without its fence (or an arrival without one), products
 // on shapes, majors or layouts the tensor core does not take, a warp that reads another warp's lanes, allocation out of balance,
-// bytes missing or left over on a barrier, too many arrivals, a signal to a block that has exited, a deadlock.
+// bytes missing or left over on a barrier, too many arrivals, arrivals and waits between blocks with block scope, a signal to a block
+// that has exited, a deadlock.
 //
 // It models order and layout, not time; it is no proof about the hardware, on which nothing of this has run. host.h and engine.h are
 // the Hopper half. Read sm100_host.h next, the instruction layer on top of it.
@@ -54,8 +55,10 @@ uint32_t num_clusters();
 void meet(int group, int member, int members, const char* name, uint64_t argument, void* data, const std::function<void(void**)>& combine);
 
 void barrier_init(uint32_t address, uint32_t arrivals);
-void barrier_arrive(int block, uint32_t address, int64_t expect_bytes);
-void barrier_wait(uint32_t address, uint32_t parity);
+// Scope: of the release or the acquire. Block scope does not reach the peer.
+enum class Scope { kBlock, kCluster };
+void barrier_arrive(int block, uint32_t address, int64_t expect_bytes, Scope scope = Scope::kBlock);
+void barrier_wait(uint32_t address, uint32_t parity, Scope scope = Scope::kBlock);
 void cluster_sync();
 
 // Ordinary (generic proxy) accesses of this block's shared memory.
@@ -80,7 +83,8 @@ void fence_after_sync();
 
 // The tensor unit of this block or pair, in order.
 void copy_scales(uint32_t tmem, uint64_t descriptor);
-void product(bool block_scaled, uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scale_a, uint32_t scale_b, bool accumulate);
+void product(bool block_scaled, uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scale_a, uint32_t scale_b,
+             bool accumulate);
 void commit(uint32_t bar, uint32_t block_mask);
 
 // Work stealing: 16 bytes on the barrier at `bar` of every block of the cluster.

@@ -76,6 +76,7 @@ struct Meeting {
 struct Barrier {
   int64_t arrivals = 0, pending = 0, bytes = 0;
   uint32_t phase = 0;
+  bool remote = false;  // threads of the other block arrive here
   std::vector<int> waiting;
 };
 
