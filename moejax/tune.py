@@ -126,7 +126,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis in range(words.ndim):
         place = place * 31 + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    return jnp.sum((words + 1) * (place * 2654435761 | 1), dtype=jnp.uint32)
+    return jnp.sum((words + 1) * (place * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
 
 
 def _milliseconds(run, calls: int) -> float:

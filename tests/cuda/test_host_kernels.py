@@ -39,8 +39,8 @@ MUTATIONS = {
     "wrong phase": ("gemm_ring.h", "phase ^= 1;", "phase ^= 0;", "emulator"),
     "missing bytes": (
         "gemm_roles.h",
-        "const uint32_t bytes = Config::kStageBytes -",
-        "const uint32_t bytes = Config::kStageBytes - 8192 -",
+        "Config::kStageBytes - (one_panel_a",
+        "Config::kStageBytes - 8192 - (one_panel_a",
         "",
     ),
     "stage given back before its products are done": (
@@ -49,6 +49,18 @@ MUTATIONS = {
         "        Ring<Isa, Config>::release(previous_empty);",
         "Ring<Isa, Config>::release(previous_empty);",
         "",
+    ),
+    "gathered rows counted before they landed": (
+        "gemm_gather.h",
+        "Isa::gather_arrive(ring.full());",
+        "Isa::barrier_arrive(ring.full());",
+        "",
+    ),
+    "gathering warp that does not follow the ring": (
+        "gemm_gather.h",
+        "    Isa::barrier_arrive(ring.full());\n",
+        "",
+        "emulator",
     ),
     "staging reused before it was stored": (
         "gemm_epilogue.h",
