@@ -28,6 +28,7 @@ class Split:
     size: int
     axes: tuple[str, ...]
     unit: int = 1  # what each share must be a multiple of
+    shared: bool = False  # whether several devices may use one, if it divides them
 
     def shares(self, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes[axis] for axis in self.axes)
@@ -42,7 +43,7 @@ def splits(config: Config) -> list[Split]:
         Split("moe.num_experts (E)", moe.num_experts, ("expert",)),
         Split("model.d_model (D)", model.d_model, ("fsdp",), unit),
         Split("model.num_heads (N)", model.num_heads, ("tensor",)),
-        Split("model.num_kv_heads (C)", model.num_kv_heads, ("tensor",)),
+        Split("model.num_kv_heads (C)", model.num_kv_heads, ("tensor",), shared=True),
         Split("training.sequence_length (L)", training.sequence_length, ("context",)),
         Split("rows of a micro-batch (B)", rows, ("data", "fsdp", "expert")),
     ]
@@ -62,7 +63,7 @@ def check_axes(config: Config, sizes: Mapping[str, int]) -> None:
     wrong = []
     for split in splits(config):
         shares = split.shares(sizes)
-        if shares == 1 or split.size % (shares * split.unit) == 0:
+        if shares == 1 or split.size % (shares * split.unit) == 0 or (split.shared and shares % split.size == 0):
             continue
         over = " x ".join(f"{axis}={sizes[axis]}" for axis in split.axes if sizes[axis] > 1)
         shares_of = f" into multiples of {split.unit}" if split.unit > 1 else ""
@@ -80,14 +81,14 @@ def axes_table(config: Config, sizes: Mapping[str, int]) -> str:
     lines = [header]
     for split in splits(config):
         over = " x ".join(f"{axis}={sizes[axis]}" for axis in split.axes)
-        lines.append((split.field, over, str(split.size), str(split.size // split.shares(sizes))))
+        lines.append((split.field, over, str(split.size), str(max(1, split.size // split.shares(sizes)))))
     return _table(lines)
 
 
 def config_mesh(
     config: Config, devices: Sequence[jax.Device] | None = None, axis_type: AxisType = AxisType.Auto
 ) -> jax.sharding.Mesh:
-    """The mesh a config asks for, checked against its model and batch; prints what it splits if there is more than one device.
+    """The mesh a config asks for, checked against its model and batch; the first process prints what it splits.
 
     Args:
       devices: default: all devices of all processes. With `mesh.spares` the last ones of every 72 stay idle.
@@ -99,7 +100,7 @@ def config_mesh(
         devices = without_spares(devices, config.mesh.spares)
     sizes = resolve_axes(config.mesh, len(devices), config.moe.num_experts)
     check_axes(config, sizes)
-    if len(devices) > 1:
+    if len(devices) > 1 and jax.process_index() == 0:
         print(f"mesh {' '.join(f'{name}={size}' for name, size in sizes.items())} over {len(devices)} devices")
         print(axes_table(config, sizes))
     return make_mesh(config.mesh, config.moe.num_experts, devices, axis_type)

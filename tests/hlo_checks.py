@@ -97,7 +97,7 @@ def reductions_in_loops(found: list[Collective], at_least: int = 1) -> list[Coll
     return [one for one in found if one.kind in kinds and one.loops and one.elements >= at_least and one.axes]
 
 
-def check_expert_parallel_step(text: str, mesh, *, matrix: int, copies: int) -> list[Collective]:
+def check_expert_parallel_step(text: str, mesh, *, width: int, copies: int) -> list[Collective]:
     """Asserts what the compiled training step of an expert-parallel model must hold; returns its collectives.
 
     1. Rows travel over `expert` by all-to-all, inside the loops over micro-batches and layers.
@@ -106,13 +106,15 @@ def check_expert_parallel_step(text: str, mesh, *, matrix: int, copies: int) -> 
     4. Nothing is summed over devices inside a loop.
 
     Args:
-      matrix: elements of the smallest matrix of one expert (D F).
+      width: F of the experts, a size that their matrices alone have among what is sharded over `expert`.
       copies: gathers of expert weights that the step needs over `fsdp`: arrays of copies, or 0 if that axis is 1.
     """
     found = collectives(text, mesh)
     exchanges = over(found, "all-to-all", "expert")
     assert exchanges and all(one.loops and one.axes == {"expert"} for one in exchanges), exchanges
-    gathered = [one for one in over(found, "all-gather", "expert") if one.elements >= matrix]
+    gathered = [
+        one for one in over(found, "all-gather", "expert") if any(width in sizes[-2:] for _, sizes in one.shapes)
+    ]
     assert not gathered, f"gathered over expert: {gathered}"
     experts = [one for one in over(found, "all-gather", "fsdp") if "expert_copies" in one.source]
     assert len(experts) == copies, f"{len(experts)} gathers of expert weights over fsdp, expected {copies}: {experts}"

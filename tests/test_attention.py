@@ -10,6 +10,7 @@ import pytest
 from moejax.ops.attention import _spans, attend, attention
 from moejax.ops.norm import rms_norm
 from moejax.ops.rope import rope_turns, rotate
+from tests.hlo_checks import collectives
 from tests.tracing import shapes
 
 B, L, N, C, H = 2, 45, 6, 3, 8
@@ -94,7 +95,7 @@ def test_bf16_attention_is_as_good_as_its_inputs():
 def test_spans_cover_every_query_once_with_few_prefixes():
     for length in (1, 7, 128, 129, 1000, 4096, 33000):
         spans = _spans(length, 128)
-        covered = [start + i for start, rows, count in spans for i in range(rows * count)]
+        covered = [start + i for start, rows, count, _ in spans for i in range(rows * count)]
         assert covered == list(range(length))
         assert len(spans) <= 9
 
@@ -184,3 +185,48 @@ def test_cudnn_attention_respects_documents():
 
     for a, b in zip(both("cudnn"), both("xla"), strict=True):
         assert relative(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("sizes", "block"),
+    [((1, 4, 1), 8), ((2, 1, 3), 16), ((1, 2, 3), 128), ((2, 4, 1), 4), ((1, 1, 6), 16)],
+    ids=["context", "tensor", "context tensor", "data context", "two devices to a key head"],
+)
+def test_split_heads_and_sequences_give_the_attention_of_one_device(sizes, block, kind):
+    """The split falls inside documents and inside blocks; oracle in FP64."""
+    q, k, v, d_out = arrays()
+    segment = packed_segments()
+    q, k, v, d_out, segment = (x[:, : x.shape[1] // 4 * 4] for x in (q, k, v, d_out, segment))
+    kinds, devices = (jax.sharding.AxisType[kind],) * 3, jax.devices()[: math.prod(sizes)]
+    mesh = jax.make_mesh(sizes, ("data", "context", "tensor"), axis_types=kinds, devices=devices)
+    with jax.set_mesh(mesh):
+        heads = jax.P("data", "context", "tensor")
+        kv = heads if C % sizes[2] == 0 else jax.P("data", "context")
+        inputs = [jax.device_put(x, place) for x, place in ((q, heads), (k, kv), (v, kv))] + [
+            jax.device_put(segment, jax.P("data", "context"))
+        ]
+        compiled = (
+            jax.jit(with_gradients, static_argnums=5).lower(*inputs, jax.device_put(d_out, heads), block).compile()
+        )
+        got = compiled(*inputs, jax.device_put(d_out, heads))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, oracle(q, k, v, np.asarray(segment), d_out), strict=True):
+        assert relative(a, b) < 1e-6, name
+    found = [one for one in collectives(compiled.as_text(), mesh) if one.axes]
+    # queries, outputs and heads stay where they are; keys and values are gathered along the sequence, once per pass
+    assert all(one.axes == {"context"} for one in found) or sizes[2] > C, found
+    if sizes[1] > 1:
+        assert {one.kind for one in found} == {"all-gather", "reduce-scatter"}
+
+
+def test_splits_that_do_not_fit_are_refused():
+    q, k, v, _ = arrays()
+    segment = packed_segments()
+    length = q.shape[1] - q.shape[1] % 4
+    q, k, v, segment = (x[:, :length] for x in (q, k, v, segment))
+    with jax.set_mesh(jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))):
+        with pytest.raises(ValueError, match="query heads do not split over 8 devices of mesh axis 'tensor'"):
+            attention(q, k, v, segment)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("context", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        with pytest.raises(ValueError, match="is cudnn and mesh axis 'context' splits the sequence: use xla"):
+            attention(q, k, v, segment, implementation="cudnn")

@@ -52,7 +52,7 @@ def test_what_a_step_must_not_do_is_seen(compiled):
     assert reductions_in_loops(found, at_least=65) == []
     assert len(over(found, "all-to-all", "expert")) == 1
     with pytest.raises(AssertionError):
-        check_expert_parallel_step(*compiled, matrix=16, copies=0)
+        check_expert_parallel_step(*compiled, width=8, copies=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 Letters: B batch, L queries, S keys, N query heads, C key/value heads, G = N / C, H head width.
 Query i of a row sees key j if j <= i and both are of the same segment. Softmax and its statistics are FP32.
 
+On a mesh with a `tensor` axis each device has its own heads; with a `context` axis its own queries, and keys and values of
+the whole sequence for the time of the call, gathered again in the backward (`attention_split.py`).
+
 Memory is bounded: scores exist for one block of queries at a time, forward and backward, and the keys of a block end where
 causality ends. The residuals are q, k, v, the output and one FP32 log-sum-exp per query and head.
 Source of the backward: FlashAttention-2, arXiv 2307.08691, section 3.1.
@@ -45,11 +48,21 @@ def attention(
     Returns:
       out_BxLxNH in the dtype of q, heads joined as the output projection reads them.
     Raises:
-      ValueError: the number of key/value heads does not divide the number of query heads, or "cudnn" can't run the inputs.
+      ValueError: the number of key/value heads does not divide the number of query heads, a mesh axis does not divide what it
+        splits, or "cudnn" can't run the inputs.
     """
     heads, kv_heads = q_BxLxNxH.shape[2], k_BxLxCxH.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads with {kv_heads} key/value heads: the second must divide the first")
+    from moejax.ops import attention_split  # late: it imports this file
+
+    if (mesh := attention_split.open_mesh()) is not None:
+        return attention_split.attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, mesh, block, implementation)
+    return local_attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block, implementation)
+
+
+def local_attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block: int, implementation: str) -> jax.Array:
+    """`attention` of the heads and sequences that are here, whole; arguments as there."""
     if implementation == "cudnn":
         if q_BxLxNxH.dtype not in (jnp.bfloat16, jnp.float16) or jax.default_backend() != "gpu":
             raise ValueError(
@@ -82,13 +95,15 @@ def _blocked(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
 def _blocked_forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block):
     inputs = (q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL)
     # Kept as the caller gets it, so that this residual and the input of the output projection are one array.
-    out_BxLxNH, lse_BxCxGxL = _by_rows(partial(_forward, block=block), *inputs)
+    out_BxLxNH, lse_BxCxGxL = _by_rows(partial(forward, block=block), *inputs)
     out_BxLxNH, lse_BxCxGxL = checkpoint_name(out_BxLxNH, OUT_NAME), checkpoint_name(lse_BxCxGxL, LSE_NAME)
     return out_BxLxNH, (*inputs, out_BxLxNH, lse_BxCxGxL)
 
 
 def _blocked_backward(block, residuals, d_out_BxLxNH):
-    return *_by_rows(partial(_backward, block=block), *residuals, d_out_BxLxNH), None
+    k_BxLxCxH, v_BxLxCxH = residuals[1:3]
+    dq, dk, dv = _by_rows(partial(backward, block=block), *residuals, d_out_BxLxNH)
+    return dq, dk.astype(k_BxLxCxH.dtype), dv.astype(v_BxLxCxH.dtype), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -110,27 +125,47 @@ def _by_rows(function, *arrays):
     return jax.lax.map(one_row, arrays)
 
 
-def _forward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, *, block):
-    q_BxCxGxLxH, k_BxCxLxH, v_BxCxLxH = _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH)
-    length = q_BxLxNxH.shape[1]
+def forward(q_BxLxNxH, k_BxSxCxH, v_BxSxCxH, segment_BxL, segment_BxS=None, first=None, *, block):
+    """Output (B, L, N H) of the queries of L positions, over the keys of S, and log-sum-exp (B, C, G, L).
+
+    Args:
+      segment_BxS: documents of the keys. None: keys and queries are of the same positions.
+      first: position of the first query among the keys, where they are not.
+    """
+    q_BxCxGxLxH, k_BxCxSxH, v_BxCxSxH = _heads_first(q_BxLxNxH, k_BxSxCxH, v_BxSxCxH)
+    segments = segment_BxL, segment_BxL if segment_BxS is None else segment_BxS
 
     def one_block(start, rows, keys):
         q = jax.lax.dynamic_slice_in_dim(q_BxCxGxLxH, start, rows, axis=3)
-        score = _scores(q, k_BxCxLxH[:, :, :keys], segment_BxL, start)
+        score = _scores(q, k_BxCxSxH[:, :, :keys], *segments, start, first)
         top = jnp.max(score, axis=-1, keepdims=True)
         p = jnp.exp(score - top)
         total = jnp.sum(p, axis=-1, keepdims=True)
-        out = _dot("bcgls,bcsh->bcglh", p.astype(q.dtype), v_BxCxLxH[:, :, :keys]) / total
+        out = _dot("bcgls,bcsh->bcglh", p.astype(q.dtype), v_BxCxSxH[:, :, :keys]) / total
         return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
 
-    outs = [_over_blocks(one_block, *span) for span in _spans(length, block)]
+    outs = [_over_blocks(one_block, *span) for span in _spans(q_BxLxNxH.shape[1], block, _keys(k_BxSxCxH, first))]
     out_BxCxGxLxH, lse_BxCxGxL = (jnp.concatenate(parts, axis=3) for parts in zip(*outs, strict=True))
     return _heads_last(out_BxCxGxLxH), lse_BxCxGxL
 
 
-def _backward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxLxNH, lse_BxCxGxL, d_out_BxLxNH, *, block):
-    q_BxCxGxLxH, k_BxCxLxH, v_BxCxLxH = _heads_first(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH)
+def backward(
+    q_BxLxNxH,
+    k_BxSxCxH,
+    v_BxSxCxH,
+    segment_BxL,
+    out_BxLxNH,
+    lse_BxCxGxL,
+    d_out_BxLxNH,
+    segment_BxS=None,
+    first=None,
+    *,
+    block,
+):
+    """dq in the dtype of q; dk and dv in FP32, over all keys, of these queries alone. Arguments as in `forward`."""
+    q_BxCxGxLxH, k_BxCxSxH, v_BxCxSxH = _heads_first(q_BxLxNxH, k_BxSxCxH, v_BxSxCxH)
     batch, length, _, head_dim = q_BxLxNxH.shape
+    segments = segment_BxL, segment_BxL if segment_BxS is None else segment_BxS
     d_out_BxCxGxLxH, out_BxCxGxLxH = (
         x.reshape(batch, length, *q_BxCxGxLxH.shape[1:3], head_dim).transpose(0, 2, 3, 1, 4)
         for x in (d_out_BxLxNH, out_BxLxNH)
@@ -143,8 +178,8 @@ def _backward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxLxNH, lse_BxCx
             jax.lax.dynamic_slice_in_dim(x, start, rows, axis=3)
             for x in (q_BxCxGxLxH, d_out_BxCxGxLxH, lse_BxCxGxL, delta_BxCxGxL)
         )
-        k, v = k_BxCxLxH[:, :, :keys], v_BxCxLxH[:, :, :keys]
-        p = jnp.exp(_scores(q, k, segment_BxL, start) - lse[..., None])
+        k, v = k_BxCxSxH[:, :, :keys], v_BxCxSxH[:, :, :keys]
+        p = jnp.exp(_scores(q, k, *segments, start, first) - lse[..., None])
         dv = _dot("bcgls,bcglh->bcsh", p.astype(dtype), d_out)
         dp = _dot("bcglh,bcsh->bcgls", d_out, v)
         ds = (p * (dp - delta[..., None]) * head_dim**-0.5).astype(dtype)
@@ -153,28 +188,35 @@ def _backward(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, out_BxLxNH, lse_BxCx
     dq: list[jax.Array] = []
     dk: Any = 0.0
     dv: Any = 0.0
-    for start, rows, count in _spans(length, block):
-        keys = start + rows * count
-        dq_part, dk_part, dv_part = _over_blocks(one_block, start, rows, count, summed=(1, 2))
+    for start, rows, count, keys in _spans(length, block, _keys(k_BxSxCxH, first)):
+        dq_part, dk_part, dv_part = _over_blocks(one_block, start, rows, count, keys, summed=(1, 2))
         dq.append(dq_part)
-        grow = [(0, 0), (0, 0), (0, length - keys), (0, 0)]
+        grow = [(0, 0), (0, 0), (0, k_BxSxCxH.shape[1] - keys), (0, 0)]
         dk, dv = dk + jnp.pad(dk_part, grow), dv + jnp.pad(dv_part, grow)
-    dk_BxLxCxH, dv_BxLxCxH = (x.transpose(0, 2, 1, 3).astype(dtype) for x in (dk, dv))
     dq_BxLxNxH = _heads_last(jnp.concatenate(dq, axis=3)).reshape(q_BxLxNxH.shape)
-    return dq_BxLxNxH, dk_BxLxCxH, dv_BxLxCxH
+    return dq_BxLxNxH, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
-def _spans(length: int, block: int) -> list[tuple[int, int, int]]:
-    """Cuts the queries into at most MAX_PREFIXES + 1 spans (start, rows per block, blocks) that each read one static key prefix."""
+def _keys(k_BxSxCxH, first) -> int | None:
+    """The keys a block reads where that can't follow from its place: all."""
+    return None if first is None else k_BxSxCxH.shape[1]
+
+
+def _spans(length: int, block: int, keys: int | None = None) -> list[tuple[int, int, int, int]]:
+    """Cuts the queries into at most MAX_PREFIXES + 1 spans (start, rows per block, blocks, keys) with one static key prefix each.
+
+    Args:
+      keys: if given, all spans read so many; else as far as causality needs.
+    """
     blocks, rest = divmod(length, block)
     per_span = max(1, -(-blocks // MAX_PREFIXES))
     spans = [(i * block, block, min(per_span, blocks - i)) for i in range(0, blocks, per_span)]
-    return spans + ([(blocks * block, rest, 1)] if rest else [])
+    spans += [(blocks * block, rest, 1)] if rest else []
+    return [(start, rows, count, keys or start + rows * count) for start, rows, count in spans]
 
 
-def _over_blocks(one_block, start, rows, count, summed=()):
+def _over_blocks(one_block, start, rows, count, keys, summed=()):
     """Runs one_block over the blocks of a span and joins the results along the query axis (3), or sums those named."""
-    keys = start + rows * count
     if count == 1:
         return one_block(start, rows, keys)
     shapes = jax.eval_shape(lambda: one_block(start, rows, keys))
@@ -191,11 +233,12 @@ def _over_blocks(one_block, start, rows, count, summed=()):
     return tuple(next(total) if i in summed else next(whole) for i in range(len(shapes)))
 
 
-def _scores(q_BxCxGxLxH, k_BxCxSxH, segment_BxL, start):
+def _scores(q_BxCxGxLxH, k_BxCxSxH, segment_BxL, segment_BxS, start, first):
     rows, keys = q_BxCxGxLxH.shape[3], k_BxCxSxH.shape[2]
     row_segment = jax.lax.dynamic_slice_in_dim(segment_BxL, start, rows, axis=1)
-    before = jnp.arange(keys) <= start + jnp.arange(rows)[:, None]
-    seen_BxLxS = before & (row_segment[:, :, None] == segment_BxL[:, None, :keys])
+    position_L = start + jnp.arange(rows) if first is None else first + start + jnp.arange(rows)
+    before = jnp.arange(keys) <= position_L[:, None]
+    seen_BxLxS = before & (row_segment[:, :, None] == segment_BxS[:, None, :keys])
     score = _dot("bcglh,bcsh->bcgls", q_BxCxGxLxH, k_BxCxSxH) * q_BxCxGxLxH.shape[-1] ** -0.5
     return jnp.where(seen_BxLxS[:, None, None], score, MASKED)
 

@@ -6,7 +6,8 @@ four of computing the logits again (the head of Qwen3-30B-A3B, 16,384 tokens: 10
 there is one product.
 
 Letters: B batch, L sequence, D model width, V vocabulary, C positions per chunk.
-Chunks are cut along the sequence and hold every row of the batch, so that a batch sharded over devices stays sharded.
+Chunks are cut along the sequence and hold every row of the batch, so that a batch sharded over devices stays sharded. Of a
+sequence that a `context` axis splits, each piece counts as a row: a chunk holds positions of every device.
 """
 
 from functools import partial
@@ -41,10 +42,21 @@ def cross_entropy(
         )
     if chunk < 1:
         raise ValueError(f"loss_chunk is {chunk}: expected at least 1 token")
+    if (pieces := _sequence_pieces(target_BxL.shape[1])) > 1:
+        hidden_BxLxD, target_BxL = (x.reshape(-1, x.shape[1] // pieces, *x.shape[2:]) for x in (hidden_BxLxD, target_BxL))
     batch, length = target_BxL.shape
     positions = min(length, max(1, chunk // batch))
     count = jnp.sum(target_BxL != UNSCORED, dtype=jnp.int32)
     return _nll_sum(hidden_BxLxD, w_VxD, target_BxL, positions), count
+
+
+def _sequence_pieces(length: int) -> int:
+    """Devices that a sequence is split over, under automatic axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        return 1
+    pieces = mesh.shape.get("context", 1)
+    return pieces if length % pieces == 0 else 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
