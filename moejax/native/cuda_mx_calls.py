@@ -8,6 +8,7 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ def prepare(master: jax.Array, aligned: bool) -> MXWeight:
     for size in lead:
         B *= size
     tiles = (-(-R // 128), -(-C // 128))
+    results: list[tuple[tuple[int, ...], Any]]
     if aligned:
         results = [((B, R, C), E4M3), ((B, *tiles), jnp.uint8), ((B, C, R), E4M3), ((B, *tiles[::-1]), jnp.uint8)]
     else:
@@ -74,13 +76,13 @@ def moe_forward(x_TxD, weight_TxK, rows: Rows, gate_up: MXWeight, down: MXWeight
     aligned = gate_up.fprop_codes is not None
     sizes = _sizes(x_TxD, rows, down)
     _, _, _, M, _, F = sizes
-    saved = {
+    kept: dict[str, list[tuple[tuple[int, ...], Any]]] = {
         "gate_up": [((2, M, F), jnp.bfloat16), ((0,), jnp.uint8)],
         "gate_up_mx": [((2, M, F), E4M3), ((2, -(-F // 128), M), jnp.uint8)],
         "recompute": [((0,), jnp.bfloat16), ((0,), jnp.uint8)],
-    }[save]
+    }
     workspace = native.module("_cuda").mx_forward_workspace_bytes(*sizes, aligned)
-    results = [(x_TxD.shape, jnp.bfloat16), *saved, ((workspace,), jnp.uint8)]
+    results = [(x_TxD.shape, jnp.bfloat16), *kept[save], ((workspace,), jnp.uint8)]
     arguments = [x_TxD, weight_TxK, *_indices(rows), gate_up.fprop, _codes(gate_up.fprop_codes)]
     arguments += [down.fprop, _codes(down.fprop_codes)]
     y, elements, codes, _ = ffi_call(
