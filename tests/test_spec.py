@@ -79,6 +79,8 @@ def test_layers_kept_in_bf16_count_moe_layers_from_both_ends():
         ({"recipe": "mxfp8", "expert_width": 40}, "expert_width is 40"),
         ({"recipe": "bf16", "model": {"d_model": 60}}, "d_model is 60"),
         ({"act": {"name": "swiglu_oai"}}, "limit"),
+        ({"router": {"score_fn": "sqrt_softplus"}}, "score_fn is 'sqrt_softplus'; expected 'softmax' or 'sigmoid' or"),
+        ({"balance": {"aux_scope": "batch"}}, "aux_scope is 'batch'; expected 'sequence' or 'micro_batch' or 'global'"),
         (
             {"save": "gate_up", "training": {"remat": "layer"}},
             "save is 'gate_up' but training.remat 'layer' does not keep",

@@ -32,13 +32,12 @@ import importlib
 import importlib.util
 import logging
 import types
-import typing
 
 import jax
 import jax.numpy as jnp
 
 from moejax.ops.activation import check_activation
-from moejax.ops.spec import TILE, MoESpec
+from moejax.ops.spec import TILE, MoESpec, check_choices
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +95,7 @@ def check_spec(spec: MoESpec) -> None:
     """
     for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
         check_width(field, width, spec.recipe)
-    kinds = typing.get_type_hints(MoESpec)
-    for field in ("wgrad", "mx_mode", "save", "drop_policy", "transport"):
-        if (value := getattr(spec, field)) not in (allowed := typing.get_args(kinds[field])):
-            raise ValueError(f"{field} is {value!r}; expected {' or '.join(map(repr, allowed))}")
+    check_choices(spec, "wgrad", "mx_mode", "save", "drop_policy", "transport")
     if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
         raise ValueError(
             f"num_experts is {spec.num_experts} over {spec.ranks} expert ranks: the ranks must divide the experts"

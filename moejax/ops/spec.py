@@ -8,7 +8,8 @@ import fractions
 import functools
 import math
 import re
-from typing import Literal
+import typing
+from typing import Any, Literal
 
 import jax
 
@@ -151,6 +152,14 @@ def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None)
     return spec.replace(backend=resolve_backend(spec))
 
 
+def check_choices(config: Any, *fields: str) -> None:
+    """Raises ValueError for a field whose value is none of the literals its type lists. A dataclass does not look by itself."""
+    kinds = typing.get_type_hints(type(config))
+    for field in fields:
+        if (value := getattr(config, field)) not in (allowed := typing.get_args(kinds[field])):
+            raise ValueError(f"{field} is {value!r}; expected {' or '.join(map(repr, allowed))}")
+
+
 @functools.cache
 def check_router(router: RouterConfig, num_experts: int) -> None:
     """Refuses routers that cannot work or cannot learn.
@@ -159,6 +168,7 @@ def check_router(router: RouterConfig, num_experts: int) -> None:
       ValueError: names the fields, what they are and what would do.
     """
     r, top_k = router, router.top_k
+    check_choices(router, "score_fn")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but there are {num_experts} experts: use 1..{num_experts}")
     if top_k == 1 and r.norm_topk:
@@ -194,6 +204,7 @@ def check_router(router: RouterConfig, num_experts: int) -> None:
 
 
 def _check_balance(balance: BalanceConfig, router: RouterConfig) -> None:
+    check_choices(balance, "aux_scope")
     for name in ("aux_coef", "z_coef", "bias_rate"):
         value = getattr(balance, name)
         if not (math.isfinite(value) and value >= 0):
