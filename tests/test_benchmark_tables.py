@@ -58,3 +58,17 @@ def test_the_page_asks_for_files_that_exist():
     asked = re.findall(r"<!-- results: (\S+) -->", tables.PAGE.read_text())
     assert asked and all((tables.RESULTS / name).exists() for name in asked)
     tables.rewritten(tables.PAGE.read_text())
+
+
+def test_steps_have_a_table_of_their_own():
+    ours = line(
+        "s", "ours", "step", 9, tokens_per_second=12345, ms=67.89, peak_bytes=3 * 2**29, split_ms={"experts": 1.25}
+    )
+    peer = line("s", "peer", "step", 9, tokens_per_second=678, ms=100, peak_bytes=2**30, commit="def")
+    text = tables.table([ours, peer], "m/f.jsonl")
+    assert text.splitlines()[0] == "| step | recipe | experts run by | tokens/s | ms | peak GiB | experts |"
+    assert (
+        "| s | bf16 | ours | 12,345 | 67.9 | 1.5 | 1.2 |" in text
+        and "| s | bf16 | peer | 678 | 100.0 | 1.0 | – |" in text
+    )
+    assert "2026-01-02, commit abc, def." in text

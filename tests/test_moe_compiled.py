@@ -98,7 +98,7 @@ def accumulate_sliced_layers(spec, parts, gate_up, down):
     return jax.lax.scan(micro_batch, experts.zeros(), parts)
 
 
-def weight_sized_work(text: str) -> list[str]:
+def weight_sized_work(text: str, sizes: set[int] = SIZES) -> list[str]:
     """Instructions inside loops whose result is as large as an expert stack, other than updates in place."""
     computations, name = {}, None
     for line in text.splitlines():
@@ -119,7 +119,7 @@ def weight_sized_work(text: str) -> list[str]:
                 "ROOT" in inner and "dynamic-update-slice(" in inner for inner in computations[called.group(1)]
             ):
                 continue
-            if math.prod(map(int, result.group(1).split(","))) in SIZES:
+            if math.prod(map(int, result.group(1).split(","))) in sizes:
                 found.append(line)
     return found
 
