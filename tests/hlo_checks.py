@@ -162,8 +162,9 @@ def _loops(name: str, callers) -> tuple[int | None, ...]:
 def _axes(line: str, mesh) -> frozenset[str]:
     """The mesh axes a collective's groups of devices span."""
     sizes = dict(mesh.shape)
-    if (named := re.search(r"replica_groups=mesh\[[^\]]*\]\s*\{([^}]*)\}", line)) is not None:
-        return frozenset(axis for axis in re.findall(r"'(\w+)'", named.group(1)) if sizes[axis] > 1)
+    named = re.search(r"replica_groups=mesh\[[^\]]*\]\s*\{([^}]*)\}", line)
+    if named is not None and set(names := re.findall(r"'(\w+)'", named.group(1))) <= set(sizes):
+        return frozenset(axis for axis in names if sizes[axis] > 1)
     groups = _groups(line, math.prod(sizes.values()))
     large = [axis for axis, size in sizes.items() if size > 1]
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

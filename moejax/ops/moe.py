@@ -123,7 +123,8 @@ def moe_layer(
                 f"{expert_BxLxK[..., 0].size} tokens do not split over {mesh.size} devices, and with capacity_factor the "
                 "padding would change what is dropped: use a multiple"
             )
-        token_spec, expert_spec = jax.P(mesh.axis_names), jax.P(spec.axis)
+        place = tokens.local_spec(x_BxLxD.shape, mesh)
+        token_spec, expert_spec = place or jax.P(mesh.axis_names), jax.P(spec.axis)
         stack = () if experts.layer is None else (None,)  # the layer axis
         expert_specs = jax.tree.map(lambda leaf: jax.P(*stack, spec.axis) if leaf.ndim else jax.P(), experts)
         buffer_spec = jax.P(_replica_axes(mesh, spec), *stack, spec.axis)
@@ -132,14 +133,13 @@ def moe_layer(
             in_specs=(token_spec, token_spec, token_spec, expert_specs, buffer_spec),
             out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P(), jax.P()), buffer_spec),
         )
-        y_TxD, stats, accumulator = run(
-            tokens.split(x_BxLxD, 2, mesh, fill=0),
-            tokens.split(weight_BxLxK, 2, mesh, fill=0),
-            tokens.split(expert_BxLxK, 2, mesh, fill=-1),
-            tokens.reshard(experts, expert_specs, mesh),
-            accumulator,
-        )
-        y_BxLxD = tokens.merge(y_TxD, x_BxLxD, 2, mesh)
+        inputs = ((x_BxLxD, 0), (weight_BxLxK, 0), (expert_BxLxK, -1))
+        if place is None:
+            inputs = tuple(tokens.split(leaf, 2, mesh, fill=fill) for leaf, fill in inputs)
+        else:
+            inputs = tuple(tokens.reshard(leaf, place, mesh) for leaf, _ in inputs)
+        y, stats, accumulator = run(*inputs, tokens.reshard(experts, expert_specs, mesh), accumulator)
+        y_BxLxD = tokens.like(y, x_BxLxD, mesh) if place else tokens.merge(y, x_BxLxD, 2, mesh)
     return (y_BxLxD, stats) if accumulator is None else (y_BxLxD, stats, accumulator)
 
 
@@ -184,7 +184,9 @@ class DispatchStats:
     moved_bytes: Any
 
 
-def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, mesh):
+def _local_layer(x, weight, expert, experts, accumulator, *, spec, mesh):
+    """Tokens are (T, …), or (B, L, …) where both are split."""
+    x_TxD, weight_TxK, expert_TxK = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, weight, expert))
     plan = schedule(expert_TxK, spec)
     if accumulator is None:
         y_TxD = moe_ffn(x_TxD, weight_TxK, plan, experts, spec)
@@ -198,7 +200,7 @@ def _local_layer(x_TxD, weight_TxK, expert_TxK, experts, accumulator, *, spec, m
         replica_axes, every_axis = _replica_axes(mesh, spec), mesh.axis_names
         axes = DispatchStats(replica_axes, replica_axes, dropped=every_axis, moved_bytes=every_axis)
         stats = DispatchStats(**{name: jax.lax.psum(getattr(stats, name), getattr(axes, name)) for name in vars(axes)})
-    return y_TxD, stats, accumulator
+    return y_TxD.reshape(x.shape), stats, accumulator
 
 
 def _replica_axes(mesh, spec: MoESpec) -> tuple[str, ...]:

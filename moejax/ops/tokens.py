@@ -41,6 +41,20 @@ def open_mesh(spec: MoESpec) -> jax.sharding.AbstractMesh | None:
     return None if manual else mesh
 
 
+def local_spec(shape: tuple[int, ...], mesh: jax.sharding.AbstractMesh) -> jax.P | None:
+    """Rows and sequence over the axes that split them outside already, or None: there are none, or a size does not divide.
+
+    On a mesh that splits sequences or heads a device then computes pieces of the rows it has. `split` would move nearly every
+    token, because its pieces are cut from whole rows. Token order is another one; along `expert` it is that of `split`.
+    """
+    inner = tuple(name for name in ("context", "tensor") if name in mesh.shape)
+    outer = tuple(name for name in mesh.axis_names if name not in inner)
+    pieces = math.prod(mesh.shape[name] for name in inner)
+    if pieces == 1 or shape[0] % math.prod(mesh.shape[name] for name in outer) or shape[1] % pieces:
+        return None
+    return jax.P(outer or None, inner)
+
+
 def split(leaf: jax.Array, batch_axes: int, mesh: jax.sharding.AbstractMesh, fill) -> jax.Array:
     """(*B, ...) -> (T, ...) split over all axes of the mesh; T is filled up with `fill` to a multiple of the devices."""
     if _explicit(mesh):
@@ -67,6 +81,11 @@ def merge(leaf: jax.Array, like: jax.Array, batch_axes: int, mesh: jax.sharding.
         leaf = jax.reshard(leaf, spec)
     leaf = leaf.reshape(*batch, *leaf.shape[1:])
     return jax.reshard(leaf, jax.typeof(like).sharding.spec) if _explicit(mesh) else leaf
+
+
+def like(leaf: jax.Array, other: jax.Array, mesh: jax.sharding.AbstractMesh) -> jax.Array:
+    """Into the sharding of `other`, where types carry shardings."""
+    return jax.reshard(leaf, jax.typeof(other).sharding.spec) if _explicit(mesh) else leaf
 
 
 def reshard(tree, specs, mesh: jax.sharding.AbstractMesh):
