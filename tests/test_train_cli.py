@@ -40,7 +40,8 @@ def write_config(folder, name="tiny", **training):
         },
         "data": {"source": str(corpus), "cache_dir": str(folder / "cache" / "data")},
         "optimizer": {"warmup_steps": 3},
-        "training": {"steps": STEPS, "global_batch": 4, "micro_batches": 2, "sequence_length": 40, **training},
+        # Rows of a micro-batch divide over the eight devices of the test process.
+        "training": {"steps": STEPS, "global_batch": 16, "micro_batches": 2, "sequence_length": 40, **training},
         "checkpoint": {"every_steps": 2, "keep": 2},
         "log": {"every_steps": 4, "sample_tokens": 8, "tensorboard": False},
     }
@@ -225,8 +226,8 @@ def test_wrong_input_is_one_line(case, tmp_path, capsys, monkeypatch):
 
 def test_changed_config_lists_the_keys_and_free_keys_may_change(undisturbed, capsys, monkeypatch):
     folder, path, _, _ = undisturbed
-    said = say(capsys, monkeypatch, folder, path, "training.global_batch=8", "optimizer.b1=0.8", "log.every_steps=3")
-    assert "training.global_batch: 4 -> 8" in said and "optimizer.b1: 0.9 -> 0.8" in said and "log" not in said
+    said = say(capsys, monkeypatch, folder, path, "training.global_batch=32", "optimizer.b1=0.8", "log.every_steps=3")
+    assert "training.global_batch: 16 -> 32" in said and "optimizer.b1: 0.9 -> 0.8" in said and "log" not in said
     assert command_line([str(path), "log.every_steps=3", "checkpoint.keep=1"]) == 0
     assert "has finished" in capsys.readouterr().out
 
