@@ -66,6 +66,8 @@ cuda: $(VENV)/.deps
 
 # What of the CUDA code a machine without a GPU can check: the built module's cubins, and the kernels on the host emulator.
 test-cuda-host: cuda
+	@$(PYTHON_RUN) -c "import importlib.metadata as m; m.version('nvidia-cutlass')" 2>/dev/null || \
+	  $(PYTHON_RUN) -m pip install -qq --no-deps nvidia-cutlass==4.2.0.0
 	@command -v cuobjdump >/dev/null || [ -x /usr/local/cuda/bin/cuobjdump ] || \
 	  $(PYTHON_RUN) -m pip install -qq -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	PATH="$$PATH:/usr/local/cuda/bin:$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/bin)" MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest $(WORKERS) -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
