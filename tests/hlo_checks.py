@@ -187,6 +187,15 @@ def _groups(line: str, devices: int) -> set[frozenset[int]]:
         ids = np.arange(math.prod(dims)).reshape(dims)
         ids = ids if order is None else ids.transpose(order)
         return {frozenset(row) for row in ids.reshape(shape).tolist()}
+    own = re.search(
+        r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line
+    )  # the compiler's own axes, over the devices in order
+    if own is not None and "(" not in own.group(2):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", own.group(1))}
+        last = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", own.group(2))]
+        ids = np.arange(devices).reshape(tuple(sizes.values()))
+        ids = np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, math.prod(list(sizes.values())[i] for i in last))
+        return {frozenset(row) for row in ids.tolist()}
     if "replica_groups={}" in line:
         return {frozenset(range(devices))}
     if (pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line)) is not None:

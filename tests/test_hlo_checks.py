@@ -66,6 +66,8 @@ def test_what_a_step_must_not_do_is_seen(compiled):
         ("replica_groups=[1,8]<=[8]", set(AXES)),
         ("replica_groups={}", set(AXES)),
         ("replica_groups=mesh['data'=2,'fsdp'=2,'expert'=2] {'data','fsdp'}", {"data", "fsdp"}),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", {"expert"}),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", {"data"}),
     ],
 )
 def test_groups_of_devices_are_mesh_axes(groups, axes):
