@@ -93,7 +93,7 @@ def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
 
 
 def forward(x_MxD: jax.Array, plan: Plan, experts: ExpertWeights, spec: MoESpec):
-    """Slot rows y before the combine weight, zero in padding, and gate_up (M, 2F) if `spec.save` keeps it."""
+    """Slot rows y before the combine weight, zero in padding, and gate_up (M, 2F), packed, if `spec.save` keeps it."""
     plan, experts = _flat(plan, experts)
     fprop, _ = _operands(experts, spec)
     rows = calls.Rows(plan.count_E, plan.start_E)
@@ -111,8 +111,16 @@ def backward(x_MxD, dy_MxD, weight_M, saved, plan: Plan, experts: ExpertWeights,
     return _backward(x_MxD, dy_MxD, weight_M, saved, rows, experts, spec, accumulator)
 
 
+def combine(y_TxKxD: jax.Array, weight_TxK: jax.Array, used_TxK: jax.Array, dtype) -> jax.Array:
+    """The weighted sum of each token's slots, as `ffn_forward` rounds it. CPU only, as are the row-level forms."""
+    tokens, top_k, width = y_TxKxD.shape
+    slot_TxK = jnp.arange(tokens * top_k, dtype=jnp.int32).reshape(tokens, top_k)
+    rows_MxD = y_TxKxD.reshape(tokens * top_k, width)
+    return calls.combine(rows_MxD, weight_TxK.astype(jnp.float32), jnp.where(used_TxK, slot_TxK, -1), dtype)
+
+
 def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoESpec):
-    """y of the tokens, dispatch and combine included, and gate_up ((M, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
+    """y of the tokens, dispatch and combine included, and gate_up ((T K, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
     plan, experts = _flat(plan, experts)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
     if _on_gpu() and spec.recipe == "mxfp8":
