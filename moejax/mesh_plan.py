@@ -170,7 +170,7 @@ def choose_rack_plan(
         problem = f"no expert axis leaves at most {max_spares} GPUs spare"
     width = "" if d_model is None else f", D = {d_model}"
     title = f"plans for {num_experts} experts{width} on {RACK} GPUs:"
-    lines = [("expert", "fsdp", "data", "spare", "experts per GPU", "")]
+    lines: list[tuple[str, ...]] = [("expert", "fsdp", "data", "spare", "experts per GPU", "")]
     for plan in plans:
         mark = (
             "<- chosen" if plan == chosen else "too many spares" if expert is None and plan.spares > max_spares else ""

@@ -133,12 +133,12 @@ def moe_layer(
             in_specs=(token_spec, token_spec, token_spec, expert_specs, buffer_spec),
             out_specs=(token_spec, DispatchStats(expert_spec, expert_spec, jax.P(), jax.P()), buffer_spec),
         )
-        inputs = ((x_BxLxD, 0), (weight_BxLxK, 0), (expert_BxLxK, -1))
-        if place is None:
-            inputs = tuple(tokens.split(leaf, 2, mesh, fill=fill) for leaf, fill in inputs)
-        else:
-            inputs = tuple(tokens.reshard(leaf, place, mesh) for leaf, _ in inputs)
-        y, stats, accumulator = run(*inputs, tokens.reshard(experts, expert_specs, mesh), accumulator)
+        leaves = ((x_BxLxD, 0), (weight_BxLxK, 0), (expert_BxLxK, -1))
+        x, weight, expert = (
+            tokens.reshard(leaf, place, mesh) if place else tokens.split(leaf, 2, mesh, fill=fill)
+            for leaf, fill in leaves
+        )
+        y, stats, accumulator = run(x, weight, expert, tokens.reshard(experts, expert_specs, mesh), accumulator)
         y_BxLxD = tokens.like(y, x_BxLxD, mesh) if place else tokens.merge(y, x_BxLxD, 2, mesh)
     return (y_BxLxD, stats) if accumulator is None else (y_BxLxD, stats, accumulator)
 

@@ -13,7 +13,6 @@ of each slot home. All give the same bits. They are XLA collectives; with R = 1 
 Letters: T tokens of this rank, K experts per token, D model width, R ranks, E experts of this rank.
 """
 
-import dataclasses
 import logging
 import types
 
@@ -30,7 +29,7 @@ _MODULES: dict[str, types.ModuleType] = {
     "all_to_all": transport_exchange,
     "ragged_all_to_all": transport_exchange,
 }
-_logged: set[MoESpec] = set()
+_logged: set[tuple[str, MoESpec]] = set()
 
 
 def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = None) -> str:
@@ -49,7 +48,7 @@ def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = No
     if spec.ranks == 1:
         return "all_gather"
     if name is not None:
-        if (rule := refuses(spec.replace(transport=name), platform)) is not None:
+        if (rule := refuses(name, spec, platform)) is not None:
             raise ValueError(f"moe.transport {name} cannot run here: {rule}")
         chosen, why = name, "as asked"
     elif spec.save != "recompute":
@@ -58,21 +57,23 @@ def resolve_transport(spec: MoESpec, name: str | None, platform: str | None = No
         rows = {name: rows_per_token(name, spec) for name in ("all_gather", "all_to_all")}
         chosen = min(rows, key=lambda name: rows[name])
         why = "rows sent per token, there and back: " + ", ".join(f"{name} {count:.3g}" for name, count in rows.items())
-    key = dataclasses.replace(spec, transport=chosen)
+    key = chosen, spec
     if key not in _logged:
         _logged.add(key)
         logger.info("expert axis of %d ranks, K=%d: transport %s (%s)", spec.ranks, spec.top_k, chosen, why)
     return chosen
 
 
-def refuses(spec: MoESpec, platform: str | None = None) -> str | None:
-    """The rule that keeps `spec.transport` from running there, or None."""
+def refuses(name: str, spec: MoESpec, platform: str | None = None) -> str | None:
+    """The rule that keeps a transport from running `spec` there, or None."""
     platform = platform or jax.default_backend()
-    if spec.transport == "all_gather":
+    if name == "all_gather":
         return None
     if spec.save != "recompute":
-        return f"it keeps no rows for the backward, and save is {spec.save}: use save recompute, or transport all_gather"
-    if spec.transport == transport_exchange.RAGGED and platform == "cpu":
+        return (
+            f"it keeps no rows for the backward, and save is {spec.save}: use save recompute, or transport all_gather"
+        )
+    if name == transport_exchange.RAGGED and platform == "cpu":
         return "XLA has no ragged all-to-all on cpu: use all_to_all"
     return None
 
