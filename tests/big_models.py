@@ -1,9 +1,9 @@
-"""Compiles the training step of a published shape for a rack of fake devices and checks its collectives. Nothing runs.
+"""Compiles the training step of a published shape for a rack of fake devices; checks its collectives and its bytes. Nothing runs.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=72 python -m tests.big_models qwen3-30b-a3b data=9,expert=8
+    XLA_FLAGS=--xla_force_host_platform_device_count=72 python -m tests.big_models qwen3-30b-a3b data=9,expert=8 [bf16]
 
-Prints a line of JSON. DeepSeek-V3 and Kimi-K2 have grouped-query attention here instead of their own; their expert layers,
-widths and vocabularies are as published (arXiv 2412.19437; arXiv 2507.20534).
+Prints a line of JSON, with what `moejax.estimate` says of the same step. DeepSeek-V3 and Kimi-K2 have grouped-query attention
+here instead of their own; their expert layers, widths and vocabularies are as published (arXiv 2412.19437; arXiv 2507.20534).
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import time
 import jax
 
 from moejax.config import BalanceConfig, Config, MeshConfig, ModelConfig, MoEConfig, RouterConfig, TrainingConfig
+from moejax.estimate.memory import state_bytes, step_bytes
 from moejax.mesh import named_sharding
 from moejax.mesh_plan import config_mesh
 from moejax.training.state import abstract_state, make_skeleton
@@ -51,14 +52,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def config_of(name: str, mesh: MeshConfig, devices: int) -> Config:
-    """The shape on a mesh, one sequence of 4096 per device and micro-batch, BF16, layers computed again."""
+def config_of(name: str, mesh: MeshConfig, devices: int, recipe: str) -> Config:
+    """The shape on a mesh, one sequence of 4096 per device and micro-batch, layers computed again."""
     training = TrainingConfig(
         global_batch=devices * MICRO_BATCHES, micro_batches=MICRO_BATCHES, sequence_length=4096, remat="layer"
     )
     shape = SHAPES[name]
     moe = dataclasses.replace(shape.moe, backend="xla", transport="all_to_all")
-    return dataclasses.replace(shape, recipe="bf16", mesh=mesh, training=training, moe=moe)
+    return dataclasses.replace(shape, recipe=recipe, mesh=mesh, training=training, moe=moe)
 
 
 def compile_step(config: Config, mesh: jax.sharding.Mesh):
@@ -78,7 +79,7 @@ def check(config: Config, mesh: jax.sharding.Mesh) -> tuple[dict, str]:
     """Compiles the step and checks it; returns what was found, and the program.
 
     Raises:
-      AssertionError: a collective that must not be there, or one that is missing.
+      AssertionError: a collective that must not be there, or one that is missing; or the state is not of the size estimated.
     """
     started = time.monotonic()
     compiled = compile_step(config, mesh)
@@ -87,6 +88,8 @@ def check(config: Config, mesh: jax.sharding.Mesh) -> tuple[dict, str]:
     text = compiled.as_text()
     found = check_expert_parallel_step(text, mesh, width=config.moe.expert_width, copies=copies)
     memory = compiled.memory_analysis()
+    state, step = state_bytes(config, mesh.abstract_mesh), step_bytes(config, mesh.abstract_mesh)
+    assert memory.argument_size_in_bytes == state.total + step.batch, (memory, state, step)
     report = {
         "seconds": round(time.monotonic() - started, 1),
         "exchanges": len(over(found, "all-to-all", "expert")),
@@ -94,17 +97,18 @@ def check(config: Config, mesh: jax.sharding.Mesh) -> tuple[dict, str]:
         "collectives": len(found),
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
+        "estimated_temporary_bytes": step.temporaries,
     }
     return report, text
 
 
-def main(name: str, axes: str) -> None:
+def main(name: str, axes: str, recipe: str = "bf16") -> None:
     sizes = {axis: int(size) for axis, size in (part.split("=") for part in axes.split(","))}
     mesh_config = MeshConfig(**{"data": 1, **sizes})
     devices = mesh_config.data * mesh_config.fsdp * mesh_config.expert
-    config = config_of(name, mesh_config, devices)
+    config = config_of(name, mesh_config, devices, recipe)
     mesh = config_mesh(config, jax.devices()[:devices])
-    print(json.dumps({"shape": name, "mesh": axes} | check(config, mesh)[0]))
+    print(json.dumps({"shape": name, "mesh": axes, "recipe": recipe} | check(config, mesh)[0]))
 
 
 if __name__ == "__main__":

@@ -36,21 +36,26 @@ def test_a_step_exchanges_rows_and_reduces_once(mesh, recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "mesh"),
+    ("shape", "mesh", "recipe"),
     [
-        ("qwen3-30b-a3b", "data=9,expert=8"),
-        ("qwen3-30b-a3b", "expert=64"),
-        ("qwen3-30b-a3b", "fsdp=8,expert=8"),
-        ("deepseek-v3", "data=9,expert=8"),
-        ("deepseek-v3", "expert=64"),
-        ("kimi-k2", "data=9,expert=8"),
-        ("kimi-k2", "fsdp=4,expert=16"),
+        ("qwen3-30b-a3b", "data=9,expert=8", "bf16"),
+        ("qwen3-30b-a3b", "data=9,expert=8", "fp32"),
+        ("qwen3-30b-a3b", "expert=64", "bf16"),
+        ("qwen3-30b-a3b", "fsdp=8,expert=8", "bf16"),
+        ("deepseek-v3", "data=9,expert=8", "bf16"),
+        ("deepseek-v3", "data=9,expert=8", "fp32"),
+        ("deepseek-v3", "expert=64", "bf16"),
+        ("kimi-k2", "data=9,expert=8", "bf16"),
+        ("kimi-k2", "data=9,expert=8", "fp32"),
+        ("kimi-k2", "fsdp=4,expert=16", "bf16"),
+        ("kimi-k2", "data=3,fsdp=2,expert=12", "bf16"),
     ],
 )
-def test_published_shapes_on_racks_of_64_and_72(shape, mesh):
+def test_published_shapes_on_racks_of_64_and_72(shape, mesh, recipe):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=72", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.big_models", shape, mesh]
+    command = [sys.executable, "-m", "tests.big_models", shape, mesh, recipe]
     done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
     assert found["exchanges"] >= 3 and found["expert_gathers_over_fsdp"] == (2 if "fsdp" in mesh else 0)
