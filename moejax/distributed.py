@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 30  # JAX ends a job by itself this long after our watchdog should have: the second line of defence
 _NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off
+_WAIT_MILLISECONDS = 10**9  # as long as it takes
 _SHUTDOWN_SECONDS = 60  # processes that end well do so within this time of each other
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # what JAX reads
@@ -139,6 +140,18 @@ def agree(value: int) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def of_first(name: str, text: str) -> str:
+    """The text that process 0 gave under this name, in every process. All must call it; a name is used once."""
+    if jax.process_count() == 1:
+        return text
+    store = key_value_store()
+    if jax.process_index() == 0:
+        store.key_value_set(f"moejax/of_first/{name}", text)
+        return text
+    # Whoever waits here is watched: should process 0 never come, the watchdog ends the wait.
+    return store.blocking_key_value_get(f"moejax/of_first/{name}", _WAIT_MILLISECONDS)
 
 
 def barrier(name: str) -> None:
