@@ -25,7 +25,7 @@ from moejax.config import DistributedConfig
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 30  # JAX ends a job by itself this long after our watchdog should have: the second line of defence
-_NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off
+_NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off; the runtime takes 32 bits
 _WAIT_MILLISECONDS = 10**9  # as long as it takes
 _SHUTDOWN_SECONDS = 60  # processes that end well do so within this time of each other
 
@@ -151,7 +151,7 @@ def of_first(name: str, text: str) -> str:
         store.key_value_set(f"moejax/of_first/{name}", text)
         return text
     # Whoever waits here is watched: should process 0 never come, the watchdog ends the wait.
-    return store.blocking_key_value_get(f"moejax/of_first/{name}", _WAIT_MILLISECONDS)
+    return str(store.blocking_key_value_get(f"moejax/of_first/{name}", _WAIT_MILLISECONDS))
 
 
 def barrier(name: str) -> None:
@@ -230,7 +230,7 @@ def _visible_gpus(env: dict[str, str]) -> int:
 
 def _initialize(launch: Launch, config: DistributedConfig) -> None:
     # Our watchdog speaks first, with the rank and the step; the runtime's heartbeat is there for when it can't.
-    heartbeat = config.stall_seconds + GRACE_SECONDS if config.stall_seconds else _NEVER_SECONDS
+    heartbeat = min(config.stall_seconds + GRACE_SECONDS, _NEVER_SECONDS) if config.stall_seconds else _NEVER_SECONDS
     methods = {"config": "deactivate", "mpi4py": "mpi4py"}
     # Left to itself JAX aborts with a stack trace when its time is over.
     timer = threading.Timer(config.start_seconds, _give_up, (launch, config))
@@ -243,7 +243,7 @@ def _initialize(launch: Launch, config: DistributedConfig) -> None:
             process_id=launch.process,
             local_device_ids=launch.devices,
             cluster_detection_method=methods.get(launch.source),
-            initialization_timeout=config.start_seconds + GRACE_SECONDS,
+            initialization_timeout=min(config.start_seconds + GRACE_SECONDS, _NEVER_SECONDS),
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )

@@ -17,7 +17,7 @@ from moejax.config import DistributedConfig
 from moejax.config_load import ConfigError, config_from_dict, load
 from moejax.data import open_dataset
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.distributed import DistributedError, Launch, find_launch
+from moejax.distributed import DistributedError, Launch, find_launch, processes
 from moejax.training.metrics import read_records
 from moejax.training.run import RunError, RunFolder, read_stored
 from moejax.training.state import abstract_state, with_vocabulary
@@ -335,6 +335,23 @@ def test_half_given_settings_are_refused_with_the_rest_of_the_config(tmp_path, m
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"distributed\.coordinator is not set, but distributed\.processes=2"):
         load(write_config(tmp_path), ["distributed.processes=2", "distributed.process=0"])
+
+
+def test_bounds_as_large_as_a_config_allows_reach_the_runtime(monkeypatch):
+    """It takes 32-bit seconds; ours and its grace on top of them are more."""
+    given = {}
+
+    def initialize(**arguments):
+        given.update(arguments)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    longest = 2**31 - 1
+    config = DistributedConfig("localhost:1", 2, 0, start_seconds=longest, stall_seconds=longest)
+    with pytest.raises(DistributedError, match="enough"), processes(config):
+        pass
+    for name in ("initialization_timeout", "heartbeat_timeout_seconds"):
+        assert 10**6 < given[name] <= longest, name
 
 
 def test_a_process_with_another_config_ends_the_job(tmp_path):
