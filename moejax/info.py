@@ -55,7 +55,8 @@ def _modules() -> list[str]:
             lines.append(f"  elementwise loops: {module.vector_isa()} (of {', '.join(module.vector_isas())})")
         else:
             major, minor = divmod(module.cuda_version(), 1000)
-            lines.append(f"  CUDA runtime {major}.{minor // 10}, kernels for {', '.join(module.targets())}")
+            targets = ", ".join(module.targets())
+            lines.append(f"  CUDA runtime {major}.{minor // 10}, compiled for {targets}; the expert layer for sm_90a")
     return lines
 
 

@@ -152,6 +152,8 @@ def test_damaged_checkpoint_is_an_error_of_one_line(saved):
     assert "\n" not in str(error.value) and "checkpoint 3" in str(error.value)
 
 
+# Orbax's threads go on reading for a moment after the first error, and then find their event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_without_its_arrays_is_called_damaged_and_says_what_to_delete(saved):
     shutil.rmtree(saved.folder / "3" / "state" / "d")
     with pytest.raises(CheckpointError, match="is damaged: .*Delete ") as caught:

@@ -99,7 +99,10 @@ def test_lists_become_tuples():
         ("recipe=bf61", 'recipe: expected one of fp32, bf16, mxfp8, got the text "bf61"; did you mean bf16?'),
         ("training.steps=1.5", "training.steps: expected a whole number, got the number 1.5"),
         ("training.steps='100'", 'training.steps: expected a whole number, got the text "100": remove the quotes'),
-        ("optimizer.learning_rate=nan", 'optimizer.learning_rate: expected a number, got the text "nan": it must be finite'),
+        (
+            "optimizer.learning_rate=nan",
+            'optimizer.learning_rate: expected a number, got the text "nan": it must be finite',
+        ),
         ("training.steps=true", "training.steps: expected a whole number, got true"),
         ("training.steps=null", "training.steps: expected a whole number, got nothing"),
         ("training.steps=0", "training.steps: expected a finite number of at least 1, got the number 0"),

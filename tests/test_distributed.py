@@ -144,6 +144,7 @@ def ended_within_the_bound(job, lost, seconds):
             assert f"Rank {rank} ends" in output
 
 
+@pytest.mark.slow  # two minutes: seven processes compile a training step
 def test_one_of_four_processes_is_killed_and_two_continue_with_the_numbers_of_one(alone):
     """Four processes train as one does until one of them is killed; the others end; two processes finish the run."""
     folder, path, expected, leaves = alone

@@ -137,6 +137,13 @@ def test_axes_use_nvlink_where_they_fit_a_domain(mesh, gpu, expected):
     assert links(Mesh(sizes, AXES), GPUS[gpu]) == expected
 
 
+def test_spare_gpus_keep_an_expert_axis_inside_its_rack():
+    """Two racks of 64 and 8 spares; without spares the second group of 64 would lie in both racks."""
+    mesh = Mesh((2, 1, 64, 1, 1), AXES)
+    assert links(mesh, GPUS["GB200"], spares=8) == {"data": "network", "expert": "nvlink"}
+    assert links(mesh, GPUS["GB200"]) == links(mesh, GPUS["H200"], spares=8) == {"data": "network", "expert": "network"}
+
+
 def test_the_roofline_takes_the_largest_term_and_the_recipe_of_the_gpu():
     mesh, *_, todo = of(config_for({"expert": 8}, recipe="mxfp8"))
     config = config_for({"expert": 8}, recipe="mxfp8")
@@ -159,11 +166,17 @@ def test_the_report_says_what_does_not_fit():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--mesh", "expert=9"], "num_experts is 8"),
+        (["--mesh", "expert=9"], "moe.num_experts (E) = 8 does not divide over expert=9"),
+        (["mesh.tensor=3"], "does not divide over tensor=3"),
         (["--mesh", "experts=8"], "--mesh: 'experts=8' is not axis=devices"),
         (["--mesh", "expert=8,data=x"], "'data=x' is not axis=devices"),
         (["--gpu", "H300"], "--gpu: 'H300' is not known: expected some of H200, B200, GB200, GB300"),
-        (["--mesh", "data=5"], "16 rows"),
+        (["--mesh", "data=5"], "rows of a micro-batch (B) = 16 does not divide over data=5: 1, 2, 4, 8 would fit"),
+        (["--mesh", "tensor=3"], "does not divide over tensor=3"),
+        (
+            ["--mesh", "expert=8", "mesh.spares=8"],
+            "mesh.spares=8 leaves 64 of the 72 GPUs of each rack, but the mesh has 8",
+        ),
         (["training.stpes=3"], "training.steps"),
     ],
 )

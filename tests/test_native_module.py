@@ -97,6 +97,15 @@ def test_a_module_for_a_newer_ffi_is_refused(monkeypatch):
 
 
 @needs_native
+def test_a_module_that_was_not_built_again_is_refused(monkeypatch):
+    monkeypatch.setattr(native, "HANDLERS_VERSION", native.HANDLERS_VERSION + 1)
+    with pytest.raises(
+        native.NativeError, match=r"_cpu.* holds handlers of version \d+, .* calls version \d+: build it again"
+    ):
+        native._checked_module.__wrapped__("_cpu")
+
+
+@needs_native
 def test_registration_creates_the_backend_first_and_happens_once():
     """A handler that XLA refuses while it creates the backend would take the backend down with it."""
     code = """

@@ -82,7 +82,7 @@ def relative(got, want):
 SLOW = pytest.mark.slow  # each of these compiles for half a minute on a slow machine
 MESHES = [
     {"data": 2, "fsdp": 2, "expert": 2},
-    {"expert": 8},
+    pytest.param({"expert": 8}, marks=SLOW),
     pytest.param({"data": 8}, marks=SLOW),
     pytest.param({"fsdp": 4}, marks=SLOW),
     pytest.param({"data": 4, "expert": 2}, marks=SLOW),
@@ -155,6 +155,7 @@ class Plain(nnx.Module):
         return self.inner.expert_copies()
 
 
+@SLOW
 def test_a_model_without_stacks_gets_the_same_gradients():
     config = config_of()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, module=f"{__name__}:Plain"))

@@ -165,6 +165,19 @@ def test_a_failure_is_told_to_the_others_with_its_reason(ranks):
     assert said == f"rank 1 failed at step {step} ({IN_STEP}): corpus.txt: No space left on device"
 
 
+def test_rank_0_keeps_the_store_until_the_others_have_ended(ranks):
+    job = ranks(3, stall=4.0)
+    step = job.work(0.5, (0, 1, 2))
+    job.settle(step)
+    job.silence(2)
+    leaving = threading.Thread(target=job.dogs[0].leave, args=("rank 2 has been silent",))
+    leaving.start()
+    assert job.wait((1,)) == ["rank 2 has been silent"] and leaving.is_alive()
+    job.silence(1)  # its process is gone
+    leaving.join(5 * STALL)
+    assert not leaving.is_alive() and 0 not in job.said
+
+
 def test_an_error_in_the_step_is_blamed_on_the_rank_that_fell_silent(ranks):
     job = ranks(3, stall=4.0)
     step = job.work(0.5, (0, 1, 2))

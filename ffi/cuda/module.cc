@@ -54,6 +54,7 @@ NB_MODULE(_cuda, module) {
     handlers["moejax_cuda_mx_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxBackward));
     return handlers;
   }, "Capsules of the handlers, by FFI target name.");
+  module.def("handlers_version", [] { return moejax::xla_ffi::kHandlersVersion; }, "Version of the handlers' operands, results and attributes.");
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
              "Version of the XLA FFI headers this module was compiled against.");
   module.def("cuda_version", [] { return CUDART_VERSION; }, "Version of the CUDA runtime linked in, such as 13000.");

@@ -4,6 +4,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/vector_ops.h"
+#include "xla/check.h"
 #include "xla/handlers.h"
 
 namespace nb = nanobind;
@@ -40,6 +41,7 @@ NB_MODULE(_cpu, module) {
   moejax::cpu::InitGemm();
   module.doc() = "XLA FFI handlers of moejax's CPU kernels. Use moejax.native, which registers them.";
   module.def("handlers", &Handlers, "Capsules of the handlers, by FFI target name.");
+  module.def("handlers_version", [] { return moejax::xla_ffi::kHandlersVersion; }, "Version of the handlers' operands, results and attributes.");
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
              "Version of the XLA FFI headers this module was compiled against.");
   module.def("gemm", &moejax::cpu::GemmDescription, "The matrix-product library and the kernels it chose for this processor.");

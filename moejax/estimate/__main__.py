@@ -15,6 +15,7 @@ from moejax.estimate.hardware import GPUS, Gpu
 from moejax.estimate.memory import Mesh, StateBytes, StepBytes, abstract_on, skeleton_weights, state_bytes, step_bytes
 from moejax.estimate.work import Work, links, parameters, roofline, work
 from moejax.mesh import AXES, resolve_axes
+from moejax.mesh_plan import RACK, check_axes
 from moejax.training.errors import one_line_errors
 from moejax.training.state import parameter_counts, with_vocabulary
 
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
     parser.add_argument(
-        "--mesh", default="data=1", help="devices per axis, such as data=9,expert=8 (default: %(default)s)"
+        "--mesh", help="devices per axis, such as data=9,expert=8 (default: the config's `mesh`, with -1 as 1)"
     )
     parser.add_argument("--gpu", default=",".join(GPUS), help="kinds to estimate for (default: %(default)s)")
     parser.add_argument(
@@ -36,15 +37,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     with one_line_errors() as outcome:
         gpus = [_gpu(name) for name in options.gpu.split(",")]
-        sizes = _mesh_sizes(options.mesh)
-        devices = math.prod(sizes.values())
+        config = _with_vocabulary(load(options.config, options.overrides))
+        sizes = _mesh_sizes(config.mesh, options.mesh)
+        config = dataclasses.replace(config, mesh=MeshConfig(**sizes, spares=config.mesh.spares))
+        check_axes(config, sizes)
+        _check_racks(config.mesh.spares, math.prod(sizes.values()))
         jax.config.update("jax_platforms", "cpu")
         if options.compile:
-            jax.config.update("jax_num_cpu_devices", devices)
-        config = _with_vocabulary(load(options.config, options.overrides))
-        config = dataclasses.replace(config, mesh=MeshConfig(**sizes))
-        resolve_axes(config.mesh, devices, config.moe.num_experts)
-        _check_batch(config, sizes)
+            jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
         mesh = Mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
         state, step = state_bytes(config, mesh), step_bytes(config, mesh)
         todo = work(config, mesh, skeleton_weights(abstract_on(config, mesh), mesh), state, step)
@@ -64,7 +64,7 @@ def report(config: Config, mesh: Mesh, state: StateBytes, step: StepBytes, todo:
     used = state.total + step.batch + step.temporaries
     lines = [
         f"{total:,} parameters, {active:,} active per token; recipe {config.recipe}; {tokens:,} tokens per step",
-        f"mesh {' '.join(f'{axis}={mesh.shape[axis]}' for axis in AXES)}: {mesh.size} devices",
+        f"mesh {' '.join(f'{axis}={mesh.shape[axis]}' for axis in AXES)}: {mesh.size} devices{_spare(config, mesh)}",
         "",
         "bytes on each device, between steps (exact)",
         *_table(dataclasses.asdict(state)),
@@ -92,7 +92,7 @@ def report(config: Config, mesh: Mesh, state: StateBytes, step: StepBytes, todo:
     rows["tokens/s at most, all devices"] = [f"{tokens / roof.seconds:,.0f}" for roof in roofs]
     lines += [f"{name:32}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows.items()]
     for gpu in gpus:
-        where = ", ".join(f"{axis} over {link}" for axis, link in links(mesh, gpu).items())
+        where = ", ".join(f"{axis} over {link}" for axis, link in links(mesh, gpu, config.mesh.spares).items())
         if where:
             lines.append(f"{gpu.name}: {where}")
     if any(used > gpu.memory_bytes for gpu in gpus):
@@ -132,7 +132,11 @@ def _flops(value: float) -> str:
     return f"{value / unit:9,.2f} {name}"
 
 
-def _mesh_sizes(text: str) -> dict[str, int]:
+def _mesh_sizes(given: MeshConfig, text: str | None) -> dict[str, int]:
+    """Devices per axis, from `--mesh` or else the config."""
+    if text is None:
+        sizes = {axis: 1 if (size := getattr(given, axis)) == -1 else size for axis in AXES}
+        return resolve_axes(MeshConfig(**sizes), math.prod(sizes.values()))
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
@@ -142,6 +146,20 @@ def _mesh_sizes(text: str) -> dict[str, int]:
             )
         sizes[axis] = int(size)
     return sizes
+
+
+def _check_racks(spares: int, devices: int) -> None:
+    used = RACK - spares
+    if spares and devices % used:
+        raise ConfigError(
+            f"mesh.spares={spares} leaves {used} of the {RACK} GPUs of each rack, but the mesh has {devices} devices: "
+            f"expected a multiple of {used}"
+        )
+
+
+def _spare(config: Config, mesh: Mesh) -> str:
+    spares = config.mesh.spares
+    return f", and {spares} spare in each of {mesh.size // (RACK - spares)} racks of {RACK}" if spares else ""
 
 
 def _gpu(name: str) -> Gpu:
@@ -158,17 +176,6 @@ def _with_vocabulary(config: Config) -> Config:
     if config.data.tokenizer == "bpe":
         return with_vocabulary(config, config.data.vocab_size)
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
-
-
-def _check_batch(config: Config, sizes: dict[str, int]) -> None:
-    split = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    rows = config.training.global_batch // config.training.micro_batches
-    if rows % split:
-        raise ConfigError(
-            f"a micro-batch has {rows} rows (training.global_batch={config.training.global_batch} / training.micro_batches="
-            f"{config.training.micro_batches}), which do not divide over data x fsdp x expert = {split} devices: "
-            f"use a multiple of {split}"
-        )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from moejax.config import Config
 from moejax.estimate.hardware import Gpu
 from moejax.estimate.memory import StateBytes, StepBytes
 from moejax.mesh import AXES
+from moejax.mesh_plan import RACK
 from moejax.ops.spec import MoESpec, moe_spec
 from moejax.ops.transport import rows_per_token
 
@@ -124,17 +125,19 @@ def spec_on(config: Config, mesh: jax.sharding.AbstractMesh) -> MoESpec:
         return moe_spec(config, mesh)
 
 
-def links(mesh: jax.sharding.AbstractMesh, gpu: Gpu) -> dict[str, str]:
+def links(mesh: jax.sharding.AbstractMesh, gpu: Gpu, spares: int = 0) -> dict[str, str]:
     """What carries each axis longer than 1: "nvlink" if all devices of its groups fit one domain, else "network".
 
-    Neighbours along an axis lie as many devices apart as the axes after it have.
+    Neighbours along an axis lie as many devices apart as the axes after it have. Of a rack the mesh has all GPUs but
+    the last `spares`.
     """
     found, stride = {}, 1
+    domain = gpu.domain - spares if gpu.domain == RACK else gpu.domain
     for axis in reversed(AXES):
         size = mesh.shape[axis]
         span = stride * size
         if size > 1:
-            found[axis] = "nvlink" if mesh.size <= gpu.domain or gpu.domain % span == 0 else "network"
+            found[axis] = "nvlink" if mesh.size <= domain or domain % span == 0 else "network"
         stride = span
     return found
 
@@ -146,7 +149,7 @@ def roofline(config: Config, mesh: jax.sharding.AbstractMesh, work: Work, gpu: G
     if config.recipe == "mxfp8" and (gpu.native_mx or config.moe.mx_mode == "aligned"):
         expert_rate = gpu.fp8
     by_link = {"nvlink": 0.0, "network": 0.0}
-    for axis, link in links(mesh, gpu).items():
+    for axis, link in links(mesh, gpu, config.mesh.spares).items():
         by_link[link] += work.traffic.get(axis, 0.0)
     terms = {
         "products": work.expert_flops / expert_rate + work.dense_flops / dense_rate,

@@ -19,6 +19,7 @@ import jaxlib
 logger = logging.getLogger(__name__)
 
 OLDEST_JAXLIB = (0, 11, 2)  # the modules are compiled against its FFI headers, which every later jaxlib accepts
+HANDLERS_VERSION = 2  # of operands, results and attributes; the twin of kHandlersVersion in ffi/xla/check.h
 
 _lock = threading.Lock()
 _registered: set[str] = set()
@@ -107,6 +108,12 @@ def _checked_module(name: str) -> types.ModuleType:
         ) from error
     except ImportError as error:
         raise NativeError(f"the compiled module moejax.native.{name} does not load: {error}") from error
+    built = loaded.handlers_version() if hasattr(loaded, "handlers_version") else 1
+    if built != HANDLERS_VERSION:
+        raise NativeError(
+            f"{loaded.__file__} holds handlers of version {built}, this source tree calls version {HANDLERS_VERSION}: build it "
+            f"again ({'make cuda' if name == '_cuda' else 'make setup, or pip install .'})"
+        )
     wanted = os.environ.get("MOEJAX_CPU_ISA")
     if name == "_cpu" and wanted and wanted not in loaded.vector_isas():
         raise NativeError(

@@ -3,7 +3,7 @@
 On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a
 plan, weights and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the bits of the
 weight copies. With a transport around it (R > 1) the row-level forms run. On a Hopper GPU the calls are those of
-`kernels_cuda/moe.h`, for one GPU and BF16.
+`kernels_cuda/moe.h` (BF16) and `kernels_cuda/mx_moe.h` (MXFP8), for one GPU.
 
 Letters: T tokens, K experts per token, M rows after dispatch, E experts, D model width, F expert width.
 """

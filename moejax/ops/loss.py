@@ -43,7 +43,9 @@ def cross_entropy(
     if chunk < 1:
         raise ValueError(f"loss_chunk is {chunk}: expected at least 1 token")
     if (pieces := _sequence_pieces(target_BxL.shape[1])) > 1:
-        hidden_BxLxD, target_BxL = (x.reshape(-1, x.shape[1] // pieces, *x.shape[2:]) for x in (hidden_BxLxD, target_BxL))
+        hidden_BxLxD, target_BxL = (
+            x.reshape(-1, x.shape[1] // pieces, *x.shape[2:]) for x in (hidden_BxLxD, target_BxL)
+        )
     batch, length = target_BxL.shape
     positions = min(length, max(1, chunk // batch))
     count = jnp.sum(target_BxL != UNSCORED, dtype=jnp.int32)

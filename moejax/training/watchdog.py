@@ -132,7 +132,7 @@ class Watchdog:
         self._failed, self._left = failed, True
         self._tell(wait=True)
         if failed and self._rank == 0:
-            time.sleep(3 * self._interval)  # the store goes when this process does: let the others read why
+            self._let_others_end()
         self._done.set()
         if self._last_words is not None:
             self._last_words.end()
@@ -201,10 +201,21 @@ class Watchdog:
             if message and not self._left and self._ended.acquire(blocking=False):
                 if self._last_words is not None:
                     self._last_words.end()
-                if self._rank == 0:  # the store goes with this process: let the others come to their own verdict
-                    self._done.wait(3 * self._interval)
+                if self._rank == 0:
+                    self._let_others_end()
                 self._end(message)
                 return
+
+    def _let_others_end(self) -> None:
+        """Rank 0 keeps the store, and JAX aborts whoever still needs it: wait until the others have read why, and are gone.
+
+        They hear of a failure within an interval, wait two more for a better reason, and judge once in each.
+        """
+        deadline = time.monotonic() + 10 * self._interval
+        while (now := time.monotonic()) < deadline:
+            if all(now - since > 4 * self._interval for rank, (_, since) in self._heard.items() if rank):
+                return
+            time.sleep(self._interval / 2)
 
     def _failed_peer(self, grace: float = 0.0) -> str | None:
         now = time.monotonic()
