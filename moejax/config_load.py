@@ -14,7 +14,7 @@ import math
 import pathlib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import omegaconf
@@ -81,15 +81,20 @@ def numerics_diff(old: Config | Mapping[str, Any], new: Config) -> list[str]:
       old: the config of a checkpoint, or the dict `config_to_dict` made of it. A key it lacks had the default.
       new: the config to resume with.
     """
-    old_values = _flatten(config_to_dict(old) if isinstance(old, Config) else old)
-    new_values = _flatten(config_to_dict(new))
-    defaults = _flatten(config_to_dict(Config()))
     ignored = {key for key, _, numerics in _fields(Config) if not numerics}
     if new.optimizer.schedule == "constant":
         ignored.add("training.steps")
+    return config_diff(old, new, ignored)
+
+
+def config_diff(old: Config | Mapping[str, Any], new: Config, ignored: Collection[str] = ()) -> list[str]:
+    """Keys in which two configs differ, but those in `ignored`, each as `key: old -> new`; `old` as in `numerics_diff`."""
+    old_values = _flatten(config_to_dict(old) if isinstance(old, Config) else old)
+    new_values = _flatten(config_to_dict(new))
+    defaults = _flatten(config_to_dict(Config()))
     return [
         f"{key}: {json.dumps(before)} -> {json.dumps(after)}"
-        for key in sorted((old_values.keys() | new_values.keys()) - ignored)
+        for key in sorted((old_values.keys() | new_values.keys()) - set(ignored))
         if (before := old_values.get(key, defaults.get(key))) != (after := new_values.get(key))
     ]
 

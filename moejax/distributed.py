@@ -25,7 +25,8 @@ from moejax.config import DistributedConfig
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 30  # JAX ends a job by itself this long after our watchdog should have: the second line of defence
-_NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off
+_NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off; the runtime takes 32 bits
+_WAIT_MILLISECONDS = 10**9  # as long as it takes
 _SHUTDOWN_SECONDS = 60  # processes that end well do so within this time of each other
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # what JAX reads
@@ -141,6 +142,18 @@ def agree(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def of_first(name: str, text: str) -> str:
+    """The text that process 0 gave under this name, in every process. All must call it; a name is used once."""
+    if jax.process_count() == 1:
+        return text
+    store = key_value_store()
+    if jax.process_index() == 0:
+        store.key_value_set(f"moejax/of_first/{name}", text)
+        return text
+    # Whoever waits here is watched: should process 0 never come, the watchdog ends the wait.
+    return str(store.blocking_key_value_get(f"moejax/of_first/{name}", _WAIT_MILLISECONDS))
+
+
 def barrier(name: str) -> None:
     """Waits until every process is here."""
     if jax.process_count() > 1:
@@ -217,7 +230,7 @@ def _visible_gpus(env: dict[str, str]) -> int:
 
 def _initialize(launch: Launch, config: DistributedConfig) -> None:
     # Our watchdog speaks first, with the rank and the step; the runtime's heartbeat is there for when it can't.
-    heartbeat = config.stall_seconds + GRACE_SECONDS if config.stall_seconds else _NEVER_SECONDS
+    heartbeat = min(config.stall_seconds + GRACE_SECONDS, _NEVER_SECONDS) if config.stall_seconds else _NEVER_SECONDS
     methods = {"config": "deactivate", "mpi4py": "mpi4py"}
     # Left to itself JAX aborts with a stack trace when its time is over.
     timer = threading.Timer(config.start_seconds, _give_up, (launch, config))
@@ -230,7 +243,7 @@ def _initialize(launch: Launch, config: DistributedConfig) -> None:
             process_id=launch.process,
             local_device_ids=launch.devices,
             cluster_detection_method=methods.get(launch.source),
-            initialization_timeout=config.start_seconds + GRACE_SECONDS,
+            initialization_timeout=min(config.start_seconds + GRACE_SECONDS, _NEVER_SECONDS),
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )

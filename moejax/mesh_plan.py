@@ -93,11 +93,12 @@ def config_mesh(
     Args:
       devices: default: all devices of all processes. With `mesh.spares` the last ones of every 72 stay idle.
     Raises:
-      ValueError: as `make_mesh` and `check_axes`; or spares without whole racks.
+      ValueError: as `make_mesh` and `check_axes`; or spares without whole racks, or that leave a process without a device.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = everything = list(jax.devices() if devices is None else devices)
     if config.mesh.spares:
-        devices = without_spares(devices, config.mesh.spares)
+        devices = without_spares(everything, config.mesh.spares)
+        _check_processes(everything, devices, config.mesh.spares)
     sizes = resolve_axes(config.mesh, len(devices), config.moe.num_experts)
     check_axes(config, sizes)
     if len(devices) > 1 and jax.process_index() == 0:
@@ -116,6 +117,17 @@ def without_spares(devices: Sequence[jax.Device], spares: int) -> list[jax.Devic
     if rest or not racks:
         raise ValueError(f"{len(devices)} devices are not whole racks of {RACK}: use make_mesh for other counts")
     return [devices[rack * RACK + i] for rack in range(racks) for i in range(RACK - spares)]
+
+
+def _check_processes(everything: Sequence[jax.Device], kept: Sequence[jax.Device], spares: int) -> None:
+    """Raises ValueError if a process has spare devices only: it would have no part in the programs the others run."""
+    idle = sorted({device.process_index for device in everything} - {device.process_index for device in kept})
+    if idle:
+        shown = ", ".join(map(str, idle[:8])) + (", …" if len(idle) > 8 else "")
+        raise ValueError(
+            f"mesh.spares is {spares}, which leaves no device for {len(idle)} processes of the job ({shown}): start it on the "
+            f"{len(kept)} GPUs it will use, with mesh.spares=0"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

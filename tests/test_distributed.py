@@ -15,10 +15,11 @@ import pytest
 from moejax.checkpoint import Checkpoints, named_leaves
 from moejax.config import DistributedConfig
 from moejax.config_load import ConfigError, config_from_dict, load
+from moejax.data import open_dataset
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.distributed import DistributedError, Launch, find_launch
+from moejax.distributed import DistributedError, Launch, find_launch, processes
 from moejax.training.metrics import read_records
-from moejax.training.run import read_stored
+from moejax.training.run import RunError, RunFolder, read_stored
 from moejax.training.state import abstract_state, with_vocabulary
 from tests.test_train_cli import ROOT, environment, write_config
 
@@ -46,12 +47,14 @@ def free_port():
 class Job:
     """Processes of one command, started; `finish` waits for all and returns their outputs and exit codes."""
 
-    def __init__(self, folder, ranks, command):
+    def __init__(self, folder, ranks, command, own=None):
+        """`own`: further arguments of some ranks."""
         where = [f"distributed.coordinator=localhost:{free_port()}", f"distributed.processes={ranks}"]
         self.files = [open(folder / f"rank{rank}.log", "w+") for rank in range(ranks)]
         self.children = [
             subprocess.Popen(
-                [*command, *(where if ranks > 1 else []), *([f"distributed.process={rank}"] if ranks > 1 else [])],
+                [*command, *(where if ranks > 1 else []), *([f"distributed.process={rank}"] if ranks > 1 else []),
+                 *(own or {}).get(rank, [])],
                 cwd=folder, env=environment(), stdout=self.files[rank], stderr=subprocess.STDOUT,
             )
             for rank in range(ranks)
@@ -84,9 +87,9 @@ class Job:
         return outputs, [child.returncode for child in self.children]
 
 
-def train(folder, path, ranks, run_dir, *overrides):
+def train(folder, path, ranks, run_dir, *overrides, own=None):
     command = [sys.executable, str(ROOT / "train.py"), str(path), *SETTINGS, *MESHES[ranks], f"run_dir={run_dir}"]
-    return Job(folder, ranks, [*command, *overrides])
+    return Job(folder, ranks, [*command, *overrides], own)
 
 
 def outcome(folder, run_dir):
@@ -333,6 +336,46 @@ def test_half_given_settings_are_refused_with_the_rest_of_the_config(tmp_path, m
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"distributed\.coordinator is not set, but distributed\.processes=2"):
         load(write_config(tmp_path), ["distributed.processes=2", "distributed.process=0"])
+
+
+def test_bounds_as_large_as_a_config_allows_reach_the_runtime(monkeypatch):
+    """It takes 32-bit seconds; ours and its grace on top of them are more."""
+    given = {}
+
+    def initialize(**arguments):
+        given.update(arguments)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    longest = 2**31 - 1
+    config = DistributedConfig("localhost:1", 2, 0, start_seconds=longest, stall_seconds=longest)
+    with pytest.raises(DistributedError, match="enough"), processes(config):
+        pass
+    for name in ("initialization_timeout", "heartbeat_timeout_seconds"):
+        assert 10**6 < given[name] <= longest, name
+
+
+def test_a_process_with_another_config_ends_the_job(tmp_path):
+    """Each would train on, every process with its own numbers, or wait for a step the others do not take."""
+    path = write_config(tmp_path)
+    own = {0: ["data.cache_dir=cache0"], 1: ["optimizer.learning_rate=0.2", "data.cache_dir=cache1"]}
+    outputs, codes = train(tmp_path, path, 2, "runs/rates", own=own).finish(60)
+    said = "process 1 was given another config than process 0: optimizer.learning_rate: 0.1 -> 0.2"
+    assert codes == [75, 1] and said in outputs[1] and f"rank 1 failed at step 0 (starting): {said}" in outputs[0], (
+        outputs
+    )
+
+
+def test_a_process_that_finds_other_text_than_the_first_is_refused(tmp_path, monkeypatch):
+    """The same path may hold another file on another machine, and `stdlib` is another text in another Python."""
+    config = load(write_config(tmp_path), [f"run_dir={tmp_path / 'run'}"])
+    dataset = open_dataset(config.data)
+    with RunFolder(config) as run:
+        run.keep_data(dataset)
+        first = {"corpus": "0" * 32, "train_tokens": len(dataset.train.tokens)}
+        monkeypatch.setattr("moejax.training.run.of_first", lambda name, text: json.dumps(first))
+        with pytest.raises(RunError, match="process 0 finds other text at data.source than process 0"):
+            run.keep_data(dataset)
 
 
 def test_a_process_that_waits_for_others_in_vain_says_so(tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -243,3 +244,10 @@ def test_axes_that_do_not_divide_what_they_split_are_refused(recipe, mesh, messa
 def test_spares_need_whole_racks():
     with pytest.raises(ValueError, match="8 devices are not whole racks of 72"):
         config_mesh(config_of(spares=8))
+
+
+def test_spares_that_leave_a_process_without_a_device_are_refused():
+    """A rack of 72 GPUs, four to a process: its last two processes would have no part in the programs of the others."""
+    devices = [SimpleNamespace(process_index=number // 4) for number in range(72)]
+    with pytest.raises(ValueError, match=r"no device for 2 processes of the job \(16, 17\): start it on the 64 GPUs"):
+        config_mesh(config_of(spares=8), devices)

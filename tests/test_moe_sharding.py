@@ -104,6 +104,15 @@ def test_fewer_tokens_than_devices():
         np.testing.assert_allclose(many["d_down"], one["d_down"], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize("transport", ["all_gather", "all_to_all"])
+def test_no_tokens_at_all(kind, transport):
+    values = operands(jnp.float32, length=0)
+    many = run(spec_of(4, "expert", transport=transport), values, {"tensor": 2, "expert": 4}, kind, place=False)
+    assert many["y"].shape == many["dx"].shape == (B, 0, D) and many["d_weight"].shape == (B, 0, K)
+    assert many["routed"].tolist() == [0] * E and not many["d_gate_up"].any() and not many["d_down"].any()
+
+
 def test_drops_do_not_depend_on_the_ranks_and_are_counted():
     values = operands(jnp.float32)
     one = run(spec_of(capacity_factor="0.75"), values)

@@ -108,6 +108,28 @@ def test_any_skew_is_computed_without_drops_by_the_same_program(kind):
     assert many["dropped"] == 0 and many["routed"].sum() == (np.asarray(values["expert"]) >= 0).sum()
 
 
+@pytest.mark.parametrize("transport", ["all_gather", "all_to_all"])
+def test_an_expert_named_twice_by_a_token_is_refused_or_counted(transport):
+    """Rows have room for each expert once per token: whatever more there is must not be lost, or read, in silence."""
+    values = case()[0] | {"expert": jnp.zeros((B, LENGTH, K), jnp.int32)}
+    spec = exchanging(8, minibatch_rows=256).replace(transport=transport)
+    many = run(spec, values, {"expert": 8})
+    tokens = B * LENGTH
+    assert many["routed"].tolist() == [K * tokens] + [0] * (E - 1)
+    if transport == "all_to_all":  # windows hold any number of rows
+        assert_same_bits(many, run(spec_of(), values))
+    else:  # the last rows of the order have none
+        assert many["dropped"] == (K - 1) * tokens
+        first = np.arange(tokens * K).reshape(B, LENGTH, K) < tokens
+        kept = jnp.where(first, values["expert"], -1)
+        assert_same_bits(
+            many, run(spec_of(), values | {"expert": kept}), ("y", "dx", "d_weight", "d_gate_up", "d_down")
+        )
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, expert=8), E)), pytest.raises(ValueError, match="an expert twice"):
+        experts = prepare_experts(values["gate_up"], values["down"], spec)
+        moe_layer(values["x"], values["weight"], values["expert"], experts, spec)
+
+
 def test_memory_does_not_grow_with_the_ranks():
     """Each rank has as many tokens in both runs. What any routing may need grows fourfold; the buffers do not."""
 

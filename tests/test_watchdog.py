@@ -103,6 +103,18 @@ def test_before_training_a_slow_rank_may_take_its_time(ranks):
     assert not job.said
 
 
+def test_a_rank_that_compiles_after_training_may_take_its_time_too(ranks):
+    job = ranks(2)
+    job.settle(job.work(0.2, (0, 1)))
+    for dog in job.dogs:
+        dog.doing("generating a sample", compiles=True)
+    time.sleep(2 * STALL)
+    assert not job.said
+    for dog in job.dogs:
+        dog.doing("writing the report")
+    assert job.wait((0,))[0].startswith("no progress for")
+
+
 def test_a_silent_rank_is_named_with_its_last_step(ranks):
     job = ranks(3)
     step = job.work(0.3, (0, 1, 2))

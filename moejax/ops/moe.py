@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.ops import backends, tokens, transport
@@ -99,7 +100,8 @@ def moe_layer(
 
     Args:
       x_BxLxD: FP32 or BF16 tokens.
-      weight_BxLxK, expert_BxLxK: FP32 combine weights and int32 expert ids (-1: masked), from `route`.
+      weight_BxLxK, expert_BxLxK: FP32 combine weights and int32 expert ids (-1: masked), from `route`. The experts of a
+        token are distinct.
       experts: from `prepare_experts`.
       spec: from `moe_spec`.
       accumulator: FP32 buffers from `new_accumulator`, used as in `moe_ffn`. Weight gradients then stay unreduced over
@@ -117,6 +119,9 @@ def moe_layer(
             x_TxD, weight_TxK, expert_TxK, experts, accumulator, spec=spec, mesh=None
         )
         y_BxLxD = y_TxD.reshape(x_BxLxD.shape)
+    elif expert_BxLxK.size == 0:  # nothing to split over devices
+        none_E, y_BxLxD = jnp.zeros(spec.num_experts, jnp.int32), x_BxLxD
+        stats = DispatchStats(none_E, none_E, dropped=jnp.int32(0), moved_bytes=jnp.float32(0.0))
     else:
         if spec.capacity_factor is not None and expert_BxLxK[..., 0].size % mesh.size:
             raise ValueError(
@@ -316,6 +321,13 @@ def _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec):
         if leaf.ndim != 3 or leaf.shape != expected[name]:
             letters = "(B, L, D)" if name == "x" else "(B, L, K)"
             raise ValueError(f"{name} has shape {leaf.shape}; expected {letters} = {expected[name]}")
+    traced = isinstance(expert_BxLxK, jax.core.Tracer)
+    if spec.ranks > 1 and expert_BxLxK.size and not traced and getattr(expert_BxLxK, "is_fully_addressable", True):
+        sorted_BxLxK = np.sort(np.asarray(expert_BxLxK), axis=-1)
+        if np.any((sorted_BxLxK[..., 1:] == sorted_BxLxK[..., :-1]) & (sorted_BxLxK[..., 1:] >= 0)):
+            raise ValueError(
+                "expert names an expert twice for one token; expected K distinct ids, or -1 for a masked slot"
+            )
     check_experts(experts, spec)
 
 

@@ -56,7 +56,8 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Any:
     """Assigns a row to every slot whose expert lives here. Local view: inside `shard_map` if `spec.ranks > 1`.
 
     Args:
-      expert_TxK: int32 expert ids of this rank's tokens, 0..E-1 over all ranks, or -1 for a masked slot.
+      expert_TxK: int32 expert ids of this rank's tokens, 0..E-1 over all ranks, or -1 for a masked slot. Those of a token
+        are distinct; over several ranks what a token names again may find no room, and counts as dropped.
       spec: reads num_experts, ranks, axis, transport, capacity_factor.
     Returns:
       A `Plan` over the tokens of the whole expert group (R T of them) for the experts of this rank; an `ExchangePlan`
@@ -91,6 +92,10 @@ def schedule(expert_TxK: jax.Array, spec: MoESpec) -> Any:
 
     routed_E = jnp.zeros(experts + 1, jnp.int32).at[local_N].add(1)[:experts]
     limit = capacity(tokens, spec)
+    if limit is None and top_k > experts:
+        limit = (
+            tokens  # what `rows_bound` has room for: more only where a token names an expert twice, and counted then
+        )
     count_E = routed_E if limit is None else jnp.minimum(routed_E, limit)
     padded_E = (count_E + TILE - 1) // TILE * TILE
     start_E = jnp.cumsum(padded_E) - padded_E

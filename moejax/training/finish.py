@@ -34,7 +34,7 @@ def finish(
     """
     print(f"scoring {dataset.heldout.num_bytes:,} held-out bytes")
     held_out = evaluate(skeleton, state, _batches(dataset, config, mesh, watchdog), dataset.heldout.num_bytes, config)
-    watchdog.doing("generating a sample")
+    watchdog.doing("generating a sample", compiles=True)
     records = list(read_records(run.metrics))
     values = summary(records, held_out, *parameter_counts(state.params, config))
     sample = ""
@@ -43,6 +43,7 @@ def finish(
         sample = generate_text(model, dataset.tokenizer, config.log.sample_prompt, config.log.sample_tokens)
         run.write("sample.txt", sample)
         print(f"sample:\n{sample}\n")
+    watchdog.doing("writing the report")
     config_text = (run.path / "config.yaml").read_text(encoding="utf-8")
     report = run.write("report.html", report_html(records, values, sample, config_text, run.path.name))
     run.write_summary(values)
@@ -53,6 +54,6 @@ def finish(
 def _batches(dataset: Dataset, config: Config, mesh, watchdog: Watchdog) -> Iterator[Any]:
     """Held-out batches on the mesh; every process loads its rows of each."""
     whole = dataclasses.replace(config, training=dataclasses.replace(config.training, micro_batches=1))
-    for batch in heldout_batches(dataset, config, local_rows(whole, mesh)):
-        watchdog.doing("scoring held-out text")
+    for number, batch in enumerate(heldout_batches(dataset, config, local_rows(whole, mesh))):
+        watchdog.doing("scoring held-out text", compiles=number == 0)
         yield place_batch(batch, mesh, config.training.global_batch)

@@ -7,6 +7,7 @@ checkpoints/    see moejax/checkpoint.py
 metrics.jsonl, tensorboard/, summary.json, sample.txt, report.html
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -16,10 +17,10 @@ from typing import Any, TextIO
 import jax
 import yaml
 
-from moejax.config import Config
-from moejax.config_load import config_to_dict, numerics_diff
+from moejax.config import Config, DistributedConfig
+from moejax.config_load import config_diff, config_to_dict, numerics_diff
 from moejax.data import Dataset
-from moejax.distributed import barrier
+from moejax.distributed import barrier, of_first
 
 SUMMARY_KEYS = {
     *("heldout_nats_per_byte", "heldout_bits_per_byte", "heldout_bytes", "steps", "tokens", "tokens_per_second"),
@@ -49,6 +50,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.writes = jax.process_index() == 0
         self._lock: TextIO | None = None
+        _check_command(config)
         if not self.writes:
             self._check(config)
             barrier("moejax run folder")
@@ -110,6 +112,11 @@ class RunFolder:
           RunError: the corpus is another one. Its position in the data would point at other text.
         """
         now = {"corpus": dataset.folder.name, "train_tokens": len(dataset.train.tokens)}
+        if json.loads(of_first("corpus", json.dumps(now))) != now:
+            raise RunError(
+                f"process {jax.process_index()} finds other text at data.source than process 0 "
+                f"({len(dataset.train.tokens):,} tokens to train on): all processes of a job must see the same files"
+            )
         if self.started and read_stored(self.path / "data.json") not in (None, now):
             raise RunError(
                 f"the text changed since {self.path} began: bring it back, choose another folder with run_dir=…, "
@@ -138,6 +145,17 @@ class RunFolder:
                     f"{self.path} holds a run with another config: {'; '.join(changed)}. "
                     f"Undo the change, choose another folder with run_dir=…, or delete {self.path}"
                 )
+
+
+def _check_command(config: Config) -> None:
+    """Raises RunError in a process whose config is not that of process 0: they would wait for each other, or train apart."""
+    first = json.loads(of_first("config", json.dumps(config_to_dict(config))))
+    here = {f"distributed.{field.name}" for field in dataclasses.fields(DistributedConfig)} | {"data.cache_dir"}
+    if changed := config_diff(first, config, here):
+        raise RunError(
+            f"process {jax.process_index()} was given another config than process 0: {'; '.join(changed)}. Start all with "
+            "the same command (distributed.* and data.cache_dir may differ)"
+        )
 
 
 def read_stored(path: pathlib.Path) -> dict[str, Any] | None:

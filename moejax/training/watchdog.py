@@ -7,7 +7,7 @@ judges what it reads. A process ends itself (exit code 75) if
 * another one has failed, and said so;
 * another one has been silent for `stall_seconds`: killed, stopped (SIGSTOP), its machine gone;
 * it has itself made no progress for a fifth more than `stall_seconds` since training began, and nobody is silent: a loader or
-  a file system hangs somewhere, and what the others say they are doing tells where.
+  a file system hangs somewhere, and what the others say they are doing tells where. While it compiles it is not asked for any.
 
 Two threads, because a call to the store may hang too: one talks to it, the other judges by what the first has got. A process
 that is killed or crashes can't speak for itself; a waiting shell, told of every step, says it (`LastWords`).
@@ -93,7 +93,7 @@ class Watchdog:
         self._end = end or _print_and_exit
         self._done = threading.Event()
         self._ended = threading.Lock()  # taken once, by whoever ends the process
-        self._training = False
+        self._training, self._compiles = False, False
         self._step, self._doing, self._failed = 0, "starting", ""
         self._left = False
         self._progress = self._answered = time.monotonic()
@@ -108,14 +108,19 @@ class Watchdog:
         for loop in (self._talk, self._judge):
             threading.Thread(target=loop, name=f"watchdog{loop.__name__}", daemon=True).start()
 
-    def doing(self, what: str) -> None:
-        """Notes what this process begins to do, such as "loading data": that is progress too."""
-        self._doing = what
+    def doing(self, what: str, compiles: bool = False) -> None:
+        """Notes what this process begins to do, such as "loading data": that is progress too.
+
+        Args:
+          compiles: it compiles a program, which takes the time it takes: as before training, only silence is judged until
+            the next note.
+        """
+        self._doing, self._compiles = what, compiles
         self._progress = time.monotonic()
 
     def step(self, number: int) -> None:
         """Notes that training has begun, and that step `number` is finished (0: none yet)."""
-        self._step, self._training = number, True
+        self._step, self._training, self._compiles = number, True, False
         self._progress = time.monotonic()
         if self._last_words is not None:
             self._last_words.step(number)
@@ -239,7 +244,7 @@ class Watchdog:
 
     def _no_progress(self, now: float) -> str | None:
         # A little later than silence is noticed: of a process that was killed, its silence says more.
-        if not self._training or now - self._progress <= self._stall + 4 * self._interval:
+        if not self._training or self._compiles or now - self._progress <= self._stall + 4 * self._interval:
             return None
         reports = {rank: report for rank, (report, _) in sorted(self._heard.items())}
         reports[self._rank] = {"step": self._step, "doing": self._doing}

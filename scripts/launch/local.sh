@@ -3,7 +3,7 @@
 #   scripts/launch/local.sh 4 configs/quickstart.yaml run_dir=runs/four mesh.expert=4
 # (One process can drive all GPUs of a machine too: python train.py …, without this script.)
 set -uo pipefail
-if [ $# -lt 2 ]; then
+if [ $# -lt 2 ] || ! [[ $1 =~ ^[1-9][0-9]*$ ]]; then
   sed -n '2,4s/^# \{0,1\}//p' "$0"
   exit 2
 fi
