@@ -83,6 +83,8 @@ SLOW = pytest.mark.slow  # each of these compiles for half a minute on a slow ma
 MESHES = [
     {"data": 2, "fsdp": 2, "expert": 2},
     pytest.param({"expert": 8}, marks=SLOW),
+    pytest.param({"expert": 2}, marks=SLOW),
+    pytest.param({"expert": 4}, marks=SLOW),
     pytest.param({"data": 8}, marks=SLOW),
     pytest.param({"fsdp": 4}, marks=SLOW),
     pytest.param({"data": 4, "expert": 2}, marks=SLOW),
