@@ -280,6 +280,7 @@ def test_layers_and_experts_start_different_with_the_fan_in_of_one_expert():
     assert len(np.unique(w_down[:, :, 0, 0])) == 10
 
 
+@pytest.mark.slow
 def test_parameters_are_born_sharded_with_the_same_values():
     config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, num_layers=1))
 

@@ -39,6 +39,7 @@ def test_xla_passes_on_the_cpu():
     assert {outcome.state for outcome in outcomes} <= {"ok", "skipped"} and outcomes[0].state == "ok", outcomes
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_refused_by_name(monkeypatch):
     small(monkeypatch, "fp32")
     right = experts_xla.forward

@@ -157,6 +157,7 @@ def test_a_finished_run_prints_its_summary_and_does_not_train(undisturbed):
     assert (folder / "runs/tiny/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_the_same_command_continues_bit_for_bit(undisturbed):
     folder, path, _, expected = undisturbed
     metrics = folder / "runs/stopped/metrics.jsonl"

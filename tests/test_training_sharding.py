@@ -88,7 +88,7 @@ MESHES = [
     pytest.param({"data": 8}, marks=SLOW),
     pytest.param({"fsdp": 4}, marks=SLOW),
     pytest.param({"data": 4, "expert": 2}, marks=SLOW),
-    {"fsdp": 2, "context": 2, "tensor": 2},  # this one and the next: placed by the compiler
+    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=SLOW),  # this one and the next: placed by the compiler
     pytest.param({"data": 2, "expert": 2, "context": 2}, marks=SLOW),
 ]
 
@@ -118,6 +118,7 @@ def test_unrolled_layers_accumulate_the_same_gradients():
         assert relative(before[name] - after[name], want_before[name] - want_after[name]) < 1e-6, name
 
 
+@SLOW
 def test_adamw_with_clipping_gives_the_parameters_of_one_device():
     axes = {"data": 2, "fsdp": 2, "expert": 2}
     _, after, metrics = run(config_of("adamw", 1), mesh_of(**axes), steps=3)
@@ -128,7 +129,8 @@ def test_adamw_with_clipping_gives_the_parameters_of_one_device():
         assert relative(after[name], leaf) < 1e-6, name
 
 
-@pytest.mark.parametrize("scope", ["global", pytest.param("micro_batch", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("scope", ["global", "micro_batch"])
 def test_balance_losses_of_wider_scopes_count_the_tokens_of_all_devices(scope):
     config = config_of()
     balance = dataclasses.replace(config.moe.balance, aux_scope=scope, aux_coef=0.5)

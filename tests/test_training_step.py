@@ -56,7 +56,7 @@ def assert_same_bits(left, right):
         assert np.asarray(leaf).tobytes() == np.asarray(named_leaves(right)[name]).tobytes(), name
 
 
-@pytest.mark.parametrize("scope", ["sequence", "global"])
+@pytest.mark.parametrize("scope", ["sequence", pytest.param("global", marks=pytest.mark.slow)])
 def test_micro_batches_give_the_gradient_of_the_whole_batch(scope):
     """Rows are padded unequally, so a mean of means over micro-batches would be far off."""
     whole, _, whole_metrics = run(scope, 1)

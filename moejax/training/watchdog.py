@@ -181,7 +181,8 @@ class Watchdog:
         for key, text in entries:
             rank, report = int(key.rpartition("/")[2]), json.loads(text)
             before = self._heard.get(rank)
-            if before is None or before[0]["tick"] != report["tick"]:
+            # Of a failure counts when it was first heard: rank 0 goes on ticking after its own, and would never be failed for long.
+            if before is None or (before[0]["tick"] != report["tick"] and not before[0]["failed"]):
                 self._heard[rank] = (report, now)
 
     # The other one judges.
@@ -211,7 +212,7 @@ class Watchdog:
 
         They hear of a failure within an interval, wait two more for a better reason, and judge once in each.
         """
-        deadline = time.monotonic() + 10 * self._interval
+        deadline = time.monotonic() + 20 * self._interval
         while (now := time.monotonic()) < deadline:
             if all(now - since > 4 * self._interval for rank, (_, since) in self._heard.items() if rank):
                 return
