@@ -4,6 +4,7 @@
 
 #include "bias.h"
 #include "gemm_kernels.h"
+#include "gemm_resident.h"
 #include "gemm_tokens_n.h"
 #include "kernel_check.h"
 #include "rows.h"
@@ -13,6 +14,7 @@
 namespace moe {
 namespace {
 
+constexpr int kTileM = 128;  // rows of a block's tile
 constexpr int kTileN = 256;  // accumulator columns of a block
 
 #define MOE_RETURN_IF_ERROR(expression)   \
@@ -113,15 +115,15 @@ TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool sk
   list.m_extent = m_extent(s, kind);
   list.n_extent = n_extent(s, kind);
   list.skip_empty = skip_empty;
+  list.step_n = tile_columns(kind);
+  Tiling rows = list, tokens = list, strips = list;
+  rows.tile_m = 2 * kTileM, rows.pairs = Pairs::kRows;
+  tokens.tile_m = TokensNConfig::kTokens, tokens.pairs = Pairs::kColumns;
+  strips.tile_m = ResidentConfig::kStripTiles * kTileM, strips.pairs = Pairs::kColumns;
   // The workspace does not depend on the way: the longest list of any.
-  list.tile_n = tile_columns(kind);
-  int64_t longest = max_tasks(s, list);
-  if (can_put_tokens_on_n(kind)) {
-    list.tokens_on_n = true;
-    longest = std::max(longest, max_tasks(s, list));
-  }
-  list.tokens_on_n = tokens_on_n(s, kind);
-  list.strips = resident(s, kind) && !skip_empty;
+  int64_t longest = max_tasks(s, rows);
+  if (can_put_tokens_on_n(kind)) longest = std::max(longest, max_tasks(s, tokens));
+  static_cast<Tiling&>(list) = tokens_on_n(s, kind) ? tokens : resident(s, kind) && !skip_empty ? strips : rows;
   list.tasks = workspace.take<Task>(longest);
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
@@ -139,7 +141,8 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
 
 Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
-  cudaError_t error = launch_gemm(list.kind, batch, stream, list.tokens_on_n, list.strips);
+  const bool columns = list.pairs == Pairs::kColumns;
+  cudaError_t error = launch_gemm(list.kind, batch, stream, columns && !is_wgrad(list.kind), columns && is_wgrad(list.kind));
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 

@@ -15,6 +15,7 @@
 namespace moe {
 namespace {
 
+constexpr int kTileM = 128;  // rows of a block's tile
 constexpr int kTileN = 256;  // accumulator columns of a block
 
 #define MOE_RETURN_IF_ERROR(expression)   \
@@ -66,7 +67,9 @@ int n_extent(const LayerShape& s, Kind kind) {
 TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
   TaskList list = {};
   list.kind = kind;
-  list.tile_n = kind == kGateUp ? kTileN / 2 : kTileN;
+  list.tile_m = 2 * kTileM;
+  list.pairs = Pairs::kRows;
+  list.step_n = kind == kGateUp ? kTileN / 2 : kTileN;
   list.m_extent = m_extent(s, kind);
   list.n_extent = n_extent(s, kind);
   list.skip_empty = skip_empty;

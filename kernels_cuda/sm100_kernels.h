@@ -1,12 +1,11 @@
-// Host side of the Blackwell GEMMs: which tile programs are compiled, their launch (sm100_kernels.cu) and their task lists
-// (sm100_task_list.cu). Untested on hardware.
+// Host side of the Blackwell GEMMs: which tile programs are compiled, and their launch (sm100_kernels.cu). Their task lists are those of
+// task_list.h, with Pairs::kNone. Untested on hardware.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "sm100_config.h"
-#include "sm100_task_list.h"
 
 namespace moe {
 
@@ -22,9 +21,5 @@ constexpr int kSm100TileN = 256;
 // Launches a cluster per task of the list's capacity `max_tasks` (clusters beyond *batch.num_tasks have no work and are drained).
 // Returns the first CUDA error.
 cudaError_t launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream);
-
-// Fills `tasks` (room for sm100_max_tasks) and its length from the plan's counts and starts.
-cudaError_t build_sm100_tasks(const Sm100TaskList& list, int experts, const int32_t* count_E, const int32_t* start_E, Task* tasks,
-                              int32_t* num_tasks, cudaStream_t stream);
 
 }  // namespace moe

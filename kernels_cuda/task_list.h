@@ -1,29 +1,28 @@
-// Task lists of the grouped GEMMs, built on the device from the plan's counts. See task_list.cu.
+// Task lists of the grouped products, built on the device from the plan's counts. What is in them: tiling.h; the builder: task_list.cu.
 #pragma once
 
 #include "moe.h"
-#include "task.h"
+#include "tiling.h"
 
 namespace moe {
 
-struct TaskList {
-  Kind kind;
-  int tile_n;       // output columns of a block's tile (of F for kGateUp: half the accumulator width)
-  int m_extent;     // weight gradients: output rows (of one half)
-  int n_extent;     // output columns
-  bool tokens_on_n; // tiles of 192 tokens, which pair along the columns (gemm_tokens_n.h)
-  bool strips;      // weight gradients: strips of 16 row tiles, which pair along the columns (gemm_resident.h)
-  bool skip_empty;  // weight gradients: experts without rows get no task (accumulation)
-  Task* tasks;
+struct TaskList : Tiling {
+  Task* tasks;         // room for max_tasks
   int32_t* num_tasks;
 };
 
 constexpr int kMaxLists = 5;
 
-// Upper bound of the list's length for any routing.
-int64_t max_tasks(const LayerShape& shape, const TaskList& list);
+inline int64_t max_tasks(const LayerShape& shape, const Tiling& tiling) {
+  return max_tasks(tiling, shape.rows, static_cast<int>(shape.experts));
+}
 
-// Fills up to kMaxLists lists in one launch.
-Status build_tasks(const LayerShape& shape, const Plan& plan, const TaskList* lists, int num_lists, cudaStream_t stream);
+// Fills up to kMaxLists lists in one launch, from each expert's count of rows and its first row.
+Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start_E, const TaskList* lists, int num_lists,
+                   cudaStream_t stream);
+
+inline Status build_tasks(const LayerShape& shape, const Plan& plan, const TaskList* lists, int num_lists, cudaStream_t stream) {
+  return build_tasks(shape.experts, plan.count_E, plan.start_E, lists, num_lists, stream);
+}
 
 }  // namespace moe

@@ -11,6 +11,7 @@
 #include "gemm_resident.h"
 #include "gemm_roles.h"
 #include "gemm_tokens_n.h"
+#include "host_tasks.h"
 #include "isa/host/host.h"
 
 namespace {
@@ -64,32 +65,9 @@ host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t out
   return map;
 }
 
-std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
-  std::vector<Task> tasks;
+Tiling tiling_of(Kind kind, const Arguments& args, int tile_m, Pairs pairs) {
   const int step = kind == kGateUp ? Config::kTileN / 2 : Config::kTileN;
-  const int n_tiles = (n_extent + step - 1) / step;
-  for (int e = 0; e < kExperts; ++e) {
-    const int m_tiles = ((is_wgrad(kind) ? m_extent : kCount[e]) + 127) / 128;
-    for (int half = 0; half < (kind == kWgradGateUp ? 2 : 1); ++half) {
-      for (int m = 0; m < m_tiles; m += 2) {
-        const bool along_m = m + 1 < m_tiles;
-        for (int n = 0; n < n_tiles; n += along_m ? 1 : 2) {
-          Task t = {};
-          t.kind = kind;
-          t.pair = along_m ? kPairM : kPairN;
-          t.half = static_cast<uint8_t>(half);
-          t.expert = e;
-          t.row0 = kStart[e] + (is_wgrad(kind) ? 0 : 128 * m);
-          t.rows = kCount[e] - (is_wgrad(kind) ? 0 : 128 * m);
-          t.m0 = is_wgrad(kind) ? 128 * m : 0;
-          t.n0 = n * step;
-          t.wait = t.signal = -1;
-          tasks.push_back(t);
-        }
-      }
-    }
-  }
-  return tasks;
+  return {kind, tile_m, step, args.m_extent, args.n_extent, false, pairs};
 }
 
 // How operand A is brought, which side the tokens are on, or what stays in shared memory.
@@ -98,70 +76,30 @@ enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kResident };
 bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
 bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
 
-// Lists for tokens on the N side: tiles of 192 tokens, pairs along the columns.
-std::vector<Task> tasks_tokens_n(Kind kind, int n_extent) {
-  std::vector<Task> tasks;
-  const int step = kind == kGateUp ? TokensNConfig::kTileN / 2 : TokensNConfig::kTileN;
-  for (int e = 0; e < kExperts; ++e) {
-    for (int n = 0; n < n_extent; n += 2 * step) {
-      for (int m = 0; m < kCount[e]; m += TokensNConfig::kTokens) {
-        Task t = {};
-        t.kind = kind;
-        t.pair = kPairN;
-        t.expert = e;
-        t.row0 = kStart[e] + m;
-        t.rows = kCount[e] - m;
-        t.n0 = n;
-        t.wait = t.signal = -1;
-        tasks.push_back(t);
-      }
-    }
-  }
-  return tasks;
-}
-
-template <Kind kKind>
-void run_tokens_n(const Arguments& args, uint32_t seed) {
-  const auto tasks = tasks_tokens_n(kKind, args.n_extent);
+// Runs the list of this tiling with the given roles.
+template <class Roles>
+void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed) {
+  const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
   GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  using Roles = TokensN<kKind, true, Host>;
   host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
 }
 
 template <Kind kKind>
+void run_tokens_n(const Arguments& args, uint32_t seed) {
+  run_list<TokensN<kKind, true, Host>>(tiling_of(kKind, args, TokensNConfig::kTokens, Pairs::kColumns), args, seed);
+}
+
+template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
-  const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
-  const int count = static_cast<int>(tasks.size());
-  GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  using Roles = TokensM<KindSet<kKind>, true, Host, Config>;
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
+  run_list<TokensM<KindSet<kKind>, true, Host, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
 }
 
 // Weight gradients by strips, which here are one each; the expert of 200 rows streams, the one of 70 stays.
 template <Kind kKind>
 void run_resident(const Arguments& args, uint32_t seed) {
-  std::vector<Task> tasks;
-  for (int e = 0; e < kExperts; ++e) {
-    for (int half = 0; half < (kKind == kWgradGateUp ? 2 : 1); ++half) {
-      for (int n = 0; n < args.n_extent; n += 2 * ResidentConfig::kTileN) {
-        Task t = {};
-        t.kind = kKind;
-        t.pair = kPairN;
-        t.half = static_cast<uint8_t>(half);
-        t.expert = e;
-        t.row0 = kStart[e];
-        t.rows = kCount[e];
-        t.n0 = n;
-        t.wait = t.signal = -1;
-        tasks.push_back(t);
-      }
-    }
-  }
-  const int count = static_cast<int>(tasks.size());
-  GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  using Roles = Resident<kKind, Host>;
-  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
+  constexpr int kStripRows = ResidentConfig::kStripTiles * ResidentConfig::kTileM;
+  run_list<Resident<kKind, Host>>(tiling_of(kKind, args, kStripRows, Pairs::kColumns), args, seed);
 }
 
 int failures = 0;

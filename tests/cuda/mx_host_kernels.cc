@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "host_tasks.h"
 #include "isa/host/host_mx.h"
 #include "mx_roles.h"
 
@@ -167,38 +168,12 @@ host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t out
   return map;
 }
 
-std::vector<Task> tasks_of(Kind kind, int m_extent, int n_extent) {
-  std::vector<Task> tasks;
-  const int step = kind == kGateUp ? 128 : 256;
-  const int n_tiles = (n_extent + step - 1) / step;
-  for (int e = 0; e < kExperts; ++e) {
-    const int m_tiles = ((is_wgrad(kind) ? m_extent : kCount[e]) + 127) / 128;
-    for (int half = 0; half < (kind == kWgradGateUp ? 2 : 1); ++half) {
-      for (int m = 0; m < m_tiles; m += 2) {
-        const bool along_m = m + 1 < m_tiles;
-        for (int n = 0; n < n_tiles; n += along_m ? 1 : 2) {
-          Task t = {};
-          t.kind = kind;
-          t.pair = along_m ? kPairM : kPairN;
-          t.half = static_cast<uint8_t>(half);
-          t.expert = e;
-          t.row0 = kStart[e] + (is_wgrad(kind) ? 0 : 128 * m);
-          t.rows = kCount[e] - (is_wgrad(kind) ? 0 : 128 * m);
-          t.m0 = is_wgrad(kind) ? 128 * m : 0;
-          t.n0 = n * step;
-          t.wait = t.signal = -1;
-          tasks.push_back(t);
-        }
-      }
-    }
-  }
-  return tasks;
-}
-
 template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
   using Config = MxConfig<kKind>;
-  const auto tasks = tasks_of(kKind, args.m_extent, args.n_extent);
+  const int step = kKind == kGateUp ? Config::kTileN / 2 : Config::kTileN;
+  const Tiling tiling = {kKind, 2 * Config::kTileM, step, args.m_extent, args.n_extent, false, Pairs::kRows};
+  const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
   MxBatch<host::Map> batch = {args, tasks.data(), &count};
   host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_mx_block<kKind, true, HostMx, Config>(batch); });

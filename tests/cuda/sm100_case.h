@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
+#include "host_tasks.h"
 #include "isa/host/sm100_host.h"
 #include "sm100_roles.h"
-#include "sm100_task_list.h"
 
 namespace sm100_test {
 
@@ -302,17 +302,13 @@ struct Case {
     }
   }
 
-  Sm100TaskList list() const {
+  Tiling tiling() const {
     const int m_extent = kKind == kWgradGateUp ? shape.f : shape.d;
-    return {kKind, Config::kTileM, sm100_step_n<Config>(kKind), m_extent, n_extent(), false};
+    return {kKind, Config::kTileM, sm100_step_n<Config>(kKind), m_extent, n_extent(), false, Pairs::kNone};
   }
   void make_tasks() {
-    for (int e = 0; e < experts(); ++e) {
-      for (int i = 0; i < sm100_count_tasks(list(), shape.count[e]); ++i) {
-        tasks.push_back(sm100_make_task(list(), i, e, start[e], shape.count[e]));
-        if (tasks.size() % 3 == 1) tasks.back().signal = static_cast<int>(tasks.size()) - 1;
-      }
-    }
+    tasks = list_tasks(tiling(), shape.count, start);
+    for (size_t i = 0; i < tasks.size(); i += 3) tasks[i].signal = static_cast<int>(i);
   }
   // Every tile once: the results would not show one that is computed twice.
   std::string check_tasks() const {
@@ -320,8 +316,8 @@ struct Case {
     for (const Task& t : tasks) {
       if (!tiles.insert(std::tuple{t.expert, int{t.half}, t.row0, t.m0, t.n0}).second) return "a tile is in the task list twice";
     }
-    const int64_t most = sm100_max_tasks(list(), rows - 128, experts());
-    return static_cast<int64_t>(tasks.size()) <= most ? "" : "the task list is longer than sm100_max_tasks says";
+    const int64_t most = max_tasks(tiling(), rows - 128, experts());
+    return static_cast<int64_t>(tasks.size()) <= most ? "" : "the task list is longer than max_tasks says";
   }
 
   int n_extent() const {

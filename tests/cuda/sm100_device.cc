@@ -13,6 +13,7 @@
 
 #include "sm100_case.h"
 #include "sm100_kernels.h"
+#include "task_list.h"
 #include "tensor_map.h"
 
 namespace {
@@ -105,10 +106,18 @@ Results launch(const Case<kKind, Config>& c, const Results& from, float* millise
   args.accumulate = c.accumulate;
   const int count = static_cast<int>(tasks.size());
   // The list is built on the device, as a layer would, and must be the host's.
-  const int64_t most = std::max<int64_t>(sm100_max_tasks(c.list(), c.rows - 128, c.experts()), 1);
+  const int64_t most = std::max<int64_t>(max_tasks(c.tiling(), c.rows - 128, c.experts()), 1);
   Task* listed = static_cast<Task*>(arena.make(static_cast<size_t>(most) * sizeof(Task)));
   int32_t* length = static_cast<int32_t*>(arena.make(sizeof(int32_t)));
-  check(build_sm100_tasks(c.list(), c.experts(), arena.put(c.shape.count), arena.put(c.start), listed, length, nullptr), "task list");
+  TaskList list = {};
+  static_cast<Tiling&>(list) = c.tiling();
+  list.tasks = listed;
+  list.num_tasks = length;
+  const Status built = build_tasks(c.experts(), arena.put(c.shape.count), arena.put(c.start), &list, 1, nullptr);
+  if (!built.ok()) {
+    std::printf("{\"error\": \"%s\"}\n", built.message.c_str());
+    std::exit(2);
+  }
   check(cudaDeviceSynchronize(), "the task list");
   int got_length = 0;
   check(cudaMemcpy(&got_length, length, sizeof(int), cudaMemcpyDeviceToHost), "copy to the host");

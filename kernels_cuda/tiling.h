@@ -1,0 +1,89 @@
+// How the output of a grouped product is cut into tasks, on every architecture: expert by expert; inside an expert, groups of up to
+// kGroupTiles row tiles, all column tiles of a group before the next, row tiles innermost. So what runs together reads few distinct rows
+// and columns from memory. What a thread of the device's builder computes (task_list.cu), and what host tests use. Plain C++17.
+#pragma once
+
+#include "task.h"
+
+namespace moe {
+
+// What the two blocks of a cluster do with a task.
+enum class Pairs : uint8_t {
+  kNone,     // a tile per task: one block's, or one that a pair of blocks computes together (Blackwell)
+  kRows,     // two neighbouring row tiles share columns; an odd last one shares its rows between two column tiles (Hopper)
+  kColumns,  // two column tiles share rows
+};
+
+struct Tiling {
+  Kind kind;
+  int tile_m;       // rows of a task; with kRows half of that for an odd last one
+  int step_n;       // output columns of a tile (of F for kGateUp: half its width)
+  int m_extent;     // weight gradients: output rows of one matrix
+  int n_extent;     // output columns
+  bool skip_empty;  // weight gradients: experts without rows get no task (accumulation)
+  Pairs pairs;
+};
+
+constexpr int kGroupTiles = 8;
+
+MOE_HOST_FN constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
+
+// The tasks of one expert, per matrix: `rows` row tiles by `columns` column tiles, then `shared_rows` row tiles by pairs of column tiles.
+struct TaskGrid {
+  int rows, columns, shared_rows, matrices, total;
+};
+MOE_HOST_FN TaskGrid task_grid(const Tiling& t, int rows) {
+  const bool wgrad = is_wgrad(t.kind);
+  const int extent = wgrad ? t.m_extent : rows;
+  TaskGrid g;
+  g.columns = div_up(t.n_extent, t.step_n);
+  g.rows = t.pairs == Pairs::kRows ? div_up(extent, t.tile_m / 2) / 2 : t.pairs == Pairs::kNone ? div_up(extent, t.tile_m) : 0;
+  g.shared_rows = t.pairs == Pairs::kRows ? div_up(extent, t.tile_m / 2) % 2 : t.pairs == Pairs::kColumns ? div_up(extent, t.tile_m) : 0;
+  g.matrices = t.kind == kWgradGateUp ? 2 : 1;
+  g.total = wgrad && rows == 0 && t.skip_empty ? 0 : g.matrices * (g.rows * g.columns + g.shared_rows * div_up(g.columns, 2));
+  return g;
+}
+
+// Task i of an expert whose `rows` rows begin at `start`.
+MOE_HOST_FN Task make_task(const Tiling& t, const TaskGrid& g, int i, int expert, int start, int rows) {
+  const bool wgrad = is_wgrad(t.kind);
+  const int per_matrix = g.total / g.matrices, at = i % per_matrix;
+  int m_tile, n_tile;
+  const bool whole = at < g.rows * g.columns;
+  if (whole) {
+    const int group = at / (kGroupTiles * g.columns), in_group = at % (kGroupTiles * g.columns);
+    const int left = g.rows - group * kGroupTiles;
+    const int tiles = left < kGroupTiles ? left : kGroupTiles;
+    m_tile = group * kGroupTiles + in_group % tiles;
+    n_tile = in_group / tiles;
+  } else {
+    const int rest = at - g.rows * g.columns;
+    m_tile = g.rows + rest % g.shared_rows;
+    n_tile = 2 * (rest / g.shared_rows);
+  }
+  const int m0 = t.tile_m * m_tile;
+  Task task = {};
+  task.kind = t.kind;
+  task.pair = whole ? kPairM : kPairN;
+  task.half = static_cast<uint8_t>(i / per_matrix);
+  task.expert = expert;
+  task.row0 = start + (wgrad ? 0 : m0);
+  task.rows = rows - (wgrad ? 0 : m0);
+  task.m0 = wgrad ? m0 : 0;
+  task.n0 = n_tile * t.step_n;
+  task.wait = -1;
+  task.signal = -1;
+  return task;
+}
+
+// Upper bound of the list's length for any counts of `experts` experts whose groups, padded to 128 rows each, fit in `padded_rows`.
+MOE_HOST_FN int64_t max_tasks(const Tiling& t, int64_t padded_rows, int experts) {
+  if (is_wgrad(t.kind)) return static_cast<int64_t>(experts) * task_grid(t, 1).total;
+  const int64_t columns = div_up(t.n_extent, t.step_n);
+  // Every expert may end in an odd tile, whose pairs along the columns round up once more.
+  if (t.pairs == Pairs::kRows) return (padded_rows / (t.tile_m / 2) * columns + 1) / 2 + experts;
+  const int64_t partial = t.tile_m > 128 ? experts : 0;  // last tiles that no padded group fills
+  return (padded_rows / t.tile_m + partial) * (t.pairs == Pairs::kColumns ? (columns + 1) / 2 : columns);
+}
+
+}  // namespace moe

@@ -1,0 +1,90 @@
+// Task lists by their definition: every output tile of every expert belongs to one task, neighbours of a pair included; no list is longer
+// than max_tasks says. Prints the number of lists; exits with 1 at the first fault.
+#include <cstdio>
+#include <map>
+#include <random>
+#include <string>
+#include <tuple>
+
+#include "host_tasks.h"
+
+namespace {
+
+using namespace moe;
+
+// Tiles of 64 rows by step_n columns: how often each is some task's. 64 divides every tile height.
+using Tiles = std::map<std::tuple<int, int, int, int>, int>;  // expert, matrix, row / 64, column tile
+
+std::string check(const Tiling& t, const std::vector<int>& count_E) {
+  std::vector<int> start_E;
+  int rows = 0;
+  for (int count : count_E) {
+    start_E.push_back(rows);
+    rows += (count + 127) / 128 * 128;
+  }
+  const auto tasks = list_tasks(t, count_E, start_E);
+  if (static_cast<int64_t>(tasks.size()) > max_tasks(t, rows, static_cast<int>(count_E.size()))) return "longer than max_tasks";
+  Tiles found;
+  int last = 0;
+  for (const Task& task : tasks) {
+    const bool wgrad = is_wgrad(t.kind);
+    if (task.expert < last) return "experts out of order";
+    last = task.expert;
+    const int first = wgrad ? task.m0 : task.row0 - start_E[task.expert];
+    if (task.row0 + task.rows != start_E[task.expert] + count_E[task.expert]) return "rows end in another expert";
+    const int extent = wgrad ? t.m_extent : count_E[task.expert];
+    const int height = t.pairs == Pairs::kRows && task.pair == kPairN ? t.tile_m / 2 : t.tile_m;
+    for (int m = first; m < first + height && m < extent; m += 64) {
+      for (int n = 0; n < (task.pair == kPairN ? 2 : 1); ++n) {
+        const int column = task.n0 / t.step_n + n;
+        if (column * t.step_n < t.n_extent) ++found[{task.expert, task.half, m / 64, column}];
+      }
+    }
+  }
+  for (int e = 0; e < static_cast<int>(count_E.size()); ++e) {
+    const bool wgrad = is_wgrad(t.kind);
+    if (wgrad && count_E[e] == 0 && t.skip_empty) continue;
+    const int extent = wgrad ? t.m_extent : count_E[e];
+    for (int matrix = 0; matrix < (t.kind == kWgradGateUp ? 2 : 1); ++matrix) {
+      for (int m = 0; m * 64 < extent; ++m) {
+        for (int n = 0; n * t.step_n < t.n_extent; ++n) {
+          const auto at = found.find({e, matrix, m, n});
+          if (at == found.end()) return "a tile is nobody's";
+          if (at->second != 1) return "a tile is computed twice";
+          found.erase(at);
+        }
+      }
+    }
+  }
+  return found.empty() ? "" : "a tile outside the output";
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(3);
+  int lists = 0;
+  for (int i = 0; i < 4000; ++i) {
+    Tiling t = {};
+    t.kind = static_cast<Kind>(random() % kNumKinds);
+    t.pairs = static_cast<Pairs>(random() % 3);
+    const int heights[] = {128, 192, 256, 2048};
+    t.tile_m = t.pairs == Pairs::kRows ? 256 : heights[random() % 4];
+    if (t.pairs == Pairs::kNone && t.tile_m % 128 != 0) t.tile_m = 128;
+    t.step_n = 64 << random() % 3;
+    t.m_extent = 8 * (1 + static_cast<int>(random() % 400));
+    t.n_extent = 8 * (1 + static_cast<int>(random() % 400));
+    t.skip_empty = random() % 2;
+    std::vector<int> count_E;
+    for (unsigned e = 0; e < 1 + random() % 6; ++e) count_E.push_back(random() % 3 == 0 ? 0 : static_cast<int>(random() % 2600));
+    const std::string wrong = check(t, count_E);
+    if (!wrong.empty()) {
+      std::printf("kind %d, pairs %d, tile %d x %d, extents %d x %d: %s\n", t.kind, static_cast<int>(t.pairs), t.tile_m, t.step_n, t.m_extent,
+                  t.n_extent, wrong.c_str());
+      return 1;
+    }
+    ++lists;
+  }
+  std::printf("%d lists\n", lists);
+  return 0;
+}
