@@ -1,4 +1,4 @@
-// The shape of a GEMM block on Hopper, its shared memory and its arguments. Read gemm_roles.h next.
+// The shape of a GEMM block on Hopper, and its shared memory. Read gemm_roles.h next.
 //
 // A block owns a 128 x kTileN output tile. Warp 0 fills a ring of stages with bulk tensor copies; two consumer warpgroups own 64
 // rows each; warps 1 and 2 store what the consumers leave in shared memory, so that a warpgroup goes on to its next tile while the
@@ -7,9 +7,7 @@
 // Results leave through stages of the same ring (three panels per consumer) and two staging panels per consumer.
 #pragma once
 
-#include "activation.h"
-#include "isa/portable.h"
-#include "task.h"
+#include "gemm_arguments.h"
 
 namespace moe {
 
@@ -18,6 +16,15 @@ struct GemmConfig {
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kBlockK = 64;
+  static constexpr int kElementBytes = 2;
+  static constexpr bool kOnlyKMajor = false;
+  static constexpr bool kMulticast = true;   // the blocks of a cluster share an operand
+  static constexpr int kBlocks = 1;          // that compute a tile together
+  static constexpr int kRowsA = kTileM;      // of a stage
+  static constexpr int kRowsB = kTileN;
+  static constexpr int kBoxRowsB = 64;
+  static constexpr int kBytesA = kRowsA * kPanelRowBytes;
+  static constexpr int kScaleAtoms = 0;      // scales are not the tensor core's business here
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -49,43 +56,6 @@ struct GemmConfig {
   static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogues");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
-};
-
-template <class TensorMap>
-struct GemmArguments {
-  TensorMap a;        // operand A
-  TensorMap b;        // operand B
-  TensorMap out;      // h | y | d(gate, up) | dx | dW (FP32); also where a continued dW comes from
-  TensorMap gate_up;  // kGateUp: where gate and up are saved; kDgradDown: where they come from
-  TensorMap scaled_h; // kDgradDown: weight * h
-  const uint8_t* gather;  // kinds that can: rows of tokens are read here, instead of from `a`; null: from `a`
-  uint8_t* scatter;   // kDown, kDgradGateUp with K = 1: rows go straight to their token here, instead of to `out`
-  const int* counters;        // task dependencies, when several kinds share a launch; null otherwise
-  const int* targets;
-  int* signals;
-  const float* weight_TxK;    // kDgradDown, kDown with scatter: combine weights, by slot
-  const int* slot_M;          // kDgradDown, gather, scatter: slot of each row, -1 for padding
-  const float* bias;          // kGateUp: FP32 [E][2][F]; kDown: FP32 [E][D]; null: none
-  float* weight_partial;      // kDgradDown: FP32 [ceil(F / 128)][M] partial sums of d(weight)
-  float* dw;                  // weight gradients: where they go
-  int64_t num_rows;           // M
-  int m_extent;               // weight gradients: output rows of one matrix
-  int k_blocks;               // row kinds: 64-wide blocks along the contraction (of one half, for kDgradGateUp)
-  int n_extent;               // output columns
-  int top_k;                  // gather: slots of a token
-  int gather_vectors;         // gather: 16-byte pieces of a token's row
-  int save_gate_up;           // kGateUp: write gate and up
-  int write_out;              // kGateUp: write h
-  int accumulate;             // weight gradients: continue from the values already there
-  Activation act;
-};
-
-// What a launch works on: one task list, and the arguments of every kind in it.
-template <class TensorMap, int kCount>
-struct GemmBatch {
-  GemmArguments<TensorMap> kinds[kCount];
-  const Task* tasks;
-  const int* num_tasks;
 };
 
 }  // namespace moe

@@ -340,7 +340,7 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                        Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
-  ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind>(task, args));
+  ring.skip((is_wgrad(kKind) && args.accumulate ? Config::kColumns64 : 0) + task_k_blocks<kKind, Config>(task, args));
 
   constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;
   constexpr int kUnits = drain_stages<Config>(kKind) + (uses_staging(kKind) ? 1 : 0);

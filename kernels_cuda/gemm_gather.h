@@ -83,7 +83,7 @@ MOE_FN void follow(int stages, Ring<Isa, Config>& ring) {
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void gather_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   wait_ready<Isa>(tile, args);
   if (can_gather(kKind) && args.gather != nullptr) {
     gather_rows<Isa, Config>(tile, k_blocks, args, ring);

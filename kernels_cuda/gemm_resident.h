@@ -20,6 +20,7 @@ struct ResidentConfig {
   static constexpr int kTileM = 128;
   static constexpr int kTileN = 256;
   static constexpr int kBlockK = 64;
+  static constexpr int kRowsA = kTileM;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -59,7 +60,7 @@ MOE_FN int strip_tiles(const Task& task, const Arguments& args) {
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, Ring<Isa, ResidentColumns>& columns) {
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const int tiles = strip_tiles<Config>(task, args);
   const bool resident = k_blocks <= ResidentColumns::kStages;
   wait_ready<Isa>(tile, args);
@@ -91,7 +92,7 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void compute_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, Ring<Isa, ResidentColumns>& columns,
                           Epilogue<Isa, Config, true>& epilogue) {
   Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const int tiles = strip_tiles<Config>(task, args);
   const bool resident = k_blocks <= ResidentColumns::kStages;
   const bool live = tile.n0 < args.n_extent && k_blocks > 0;

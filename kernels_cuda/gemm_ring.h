@@ -39,27 +39,33 @@ MOE_HOST_FN constexpr uint32_t slot_panel(uint32_t stage, uint32_t consumer, int
 
 constexpr uint32_t kGatherLanes = 32;  // lanes of the gathering warp
 
-template <class Isa, class Config>
-struct Ring {
-  uint32_t base;
-  uint32_t stage = 0;
+// A position in a ring of kSize, with the parity of its current round.
+template <int kSize>
+struct RingPosition {
+  uint32_t index = 0;
   uint32_t phase = 0;
 
-  MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
-  MOE_FN uint32_t data() const { return base + stage * Config::kStageBytes; }
-  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + stage * 8; }
-  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + stage) * 8; }
   MOE_FN void advance() {
-    if (++stage == Config::kStages) {
-      stage = 0;
+    if (++index == kSize) {
+      index = 0;
       phase ^= 1;
     }
   }
-  MOE_FN void skip(int stages) {
-    const uint32_t to = stage + stages;
-    phase ^= (to / Config::kStages) & 1;
-    stage = to % Config::kStages;
+  MOE_FN void skip(int steps) {
+    const uint32_t to = index + steps;
+    phase ^= (to / kSize) & 1;
+    index = to % kSize;
   }
+};
+
+template <class Isa, class Config>
+struct Ring : RingPosition<Config::kStages> {
+  uint32_t base;
+
+  MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
+  MOE_FN uint32_t data() const { return base + this->index * Config::kStageBytes; }
+  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + this->index * 8; }
+  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + this->index) * 8; }
   // One warp of a consumer gives a stage back to both producers of the cluster.
   static MOE_FN void release(uint32_t empty_bar) {
     uint32_t lane = Isa::lane_index();
@@ -72,18 +78,24 @@ struct Ring {
   }
 };
 
+// Output columns of a tile: of F for kGateUp, whose tile is half gate and half up.
+template <class Config>
+MOE_HOST_FN constexpr int step_n(Kind kind) {
+  return kind == kGateUp ? Config::kTileN / 2 : Config::kTileN;
+}
+
 // Tile of this block: the cluster's task, moved by the block's rank along the paired dimension.
 template <class Config>
 MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
   if (task.pair == kPairM) {
     if (is_wgrad(kind)) {
-      task.m0 += Config::kTileM * rank;
+      task.m0 += Config::kRowsA * rank;
     } else {
-      task.row0 += Config::kTileM * rank;
-      task.rows -= Config::kTileM * rank;
+      task.row0 += Config::kRowsA * rank;
+      task.rows -= Config::kRowsA * rank;
     }
   } else {
-    task.n0 += (kind == kGateUp ? Config::kTileN / 2 : Config::kTileN) * rank;
+    task.n0 += step_n<Config>(kind) * rank;
   }
   return task;
 }
@@ -103,10 +115,14 @@ MOE_HOST_FN constexpr int drain_stages(Kind kind) {
   return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
 
-template <Kind kKind, class Arguments>
+// Blocks of the contraction: of one half for kDgradGateUp, and of the whole task.
+template <Kind kKind, class Config, class Arguments>
+MOE_FN int half_k_blocks(const Task& task, const Arguments& args) {
+  return ((is_wgrad(kKind) ? task.rows : args.k_extent) + Config::kBlockK - 1) / Config::kBlockK;
+}
+template <Kind kKind, class Config, class Arguments>
 MOE_FN int task_k_blocks(const Task& task, const Arguments& args) {
-  if (is_wgrad(kKind)) return (task.rows + 63) / 64;
-  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
+  return (kKind == kDgradGateUp ? 2 : 1) * half_k_blocks<kKind, Config>(task, args);
 }
 
 }  // namespace moe

@@ -5,20 +5,15 @@
 
 #include "gemm_epilogue.h"
 #include "gemm_gather.h"
+#include "gemm_load.h"
 
 namespace moe {
-
-// Which operand is MN-major (its contiguous dimension is not the contraction).
-MOE_HOST_FN constexpr bool mn_major_a(Kind kind) { return is_wgrad(kind); }
-MOE_HOST_FN constexpr bool mn_major_b(Kind kind) { return kind != kGateUp && kind != kDown; }
 
 // Producer, one task. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
-  constexpr int kHalfB = Config::kPanelsB / 2;
   const bool gathered = can_gather(kKind) && args.gather != nullptr;
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const bool share_a = task.pair == kPairN;
 
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
   auto load_chunks = [&] {
@@ -44,59 +39,8 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
   wait_ready<Isa>(tile, args);
   if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
-  const int k_blocks = task_k_blocks<kKind>(task, args);
   // Rows past the first 64 are never multiplied when the expert has none there.
-  const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;
-  const uint32_t bytes = gathered ? Config::kPanelsB * kPanelBytes : Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
-  MOE_NO_UNROLL
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-    const uint32_t full = ring.full();
-    Isa::barrier_expect_bytes(full, bytes);
-    int k = kb * 64;
-    int k_half = 0;
-    if (kKind == kDgradGateUp && kb >= args.k_blocks) {
-      k = (kb - args.k_blocks) * 64;
-      k_half = 1;
-    }
-    auto load_a = [&](int p, bool both) {
-      uint32_t dst = ring.data() + p * kPanelBytes;
-      int inner = is_wgrad(kKind) ? tile.m0 + 64 * p : k;
-      int outer = is_wgrad(kKind) ? tile.row0 + k : tile.row0 + 64 * p;
-      int half = is_wgrad(kKind) ? tile.half : k_half;
-      if (both) {
-        Isa::load_panel_both(&args.a, full, dst, inner, outer, half, 0);
-      } else {
-        Isa::load_panel(&args.a, full, dst, inner, outer, half, 0);
-      }
-    };
-    auto load_b = [&](int p, bool both) {
-      uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
-      int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
-      int inner = mn_major_b(kKind) ? n : k;
-      int outer = is_wgrad(kKind) ? tile.row0 + k : (mn_major_b(kKind) ? k : n);
-      int half = kKind == kGateUp ? p / kHalfB : k_half;
-      int expert = is_wgrad(kKind) ? 0 : tile.expert;
-      if (both) {
-        Isa::load_panel_both(&args.b, full, dst, inner, outer, half, expert);
-      } else {
-        Isa::load_panel(&args.b, full, dst, inner, outer, half, expert);
-      }
-    };
-    if (share_a) {
-      if (!gathered && !(one_panel_a && rank == 1)) load_a(rank, true);
-      MOE_UNROLL
-      for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
-    } else {
-      if (!gathered) {
-        load_a(0, false);
-        if (!one_panel_a) load_a(1, false);
-      }
-      MOE_UNROLL
-      for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
-    }
-    ring.advance();
-  }
+  load_k_blocks<kKind, Isa>(tile, args, rank, gathered ? 0 : !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, ring);
   if (kKind == kDgradDown) {
     load_chunks();
   } else {
@@ -113,11 +57,11 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
 template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
                          Epilogue<Isa, Config, kPlain>& epilogue) {
-  constexpr bool kMnA = mn_major_a(kKind);
-  constexpr bool kMnB = mn_major_b(kKind);
+  constexpr bool kMnA = mn_major_a<Config>(kKind);
+  constexpr bool kMnB = mn_major_b<Config>(kKind);
   const uint32_t consumer = epilogue.consumer;
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const int rows = tile.rows - 64 * static_cast<int>(consumer);  // real rows of this warpgroup; <= 0: all padding
   const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && k_blocks > 0;
 

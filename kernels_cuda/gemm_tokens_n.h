@@ -8,6 +8,7 @@
 #pragma once
 
 #include "gemm_gather.h"
+#include "gemm_load.h"
 
 namespace moe {
 
@@ -16,6 +17,8 @@ struct TokensNConfig {
   static constexpr int kTokens = 192;   // tokens of a tile
   static constexpr int kTileM = kTokens;
   static constexpr int kBlockK = 64;
+  static constexpr bool kOnlyKMajor = false;
+  static constexpr int kRowsA = kTokens;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileN / 64;
@@ -56,7 +59,8 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, rank);
   const int units = tile_units<Config>(tile);
-  const int k_blocks = task_k_blocks<kKind>(task, args);
+  const int half_blocks = half_k_blocks<kKind, Config>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const bool gathered = can_gather(kKind) && args.gather != nullptr;
   const uint32_t bytes = static_cast<uint32_t>(Config::kPanelsA + (gathered ? 0 : units)) * kPanelBytes;
   wait_ready<Isa>(tile, args);
@@ -65,21 +69,16 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
     const uint32_t full = ring.full();
     Isa::barrier_expect_bytes(full, bytes);
-    const int k_half = kKind == kDgradGateUp && kb >= args.k_blocks ? 1 : 0;
-    const int k = (kb - k_half * args.k_blocks) * 64;
+    const KBlock block = k_block<kKind, Config>(tile, kb, half_blocks);
     MOE_UNROLL
     for (int p = 0; p < Config::kPanelsA; ++p) {
-      const int n = kKind == kGateUp ? tile.n0 + 64 * (p % 2) : tile.n0 + 64 * p;
-      const uint32_t dst = ring.data() + p * kPanelBytes;
-      if (kKind == kDgradGateUp) {
-        Isa::load_panel(&args.b, full, dst, n, k, k_half, tile.expert);
-      } else {
-        Isa::load_panel(&args.b, full, dst, k, n, kKind == kGateUp ? p / 2 : 0, tile.expert);
-      }
+      const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
+      Isa::load_panel(&args.b, full, ring.data() + p * kPanelBytes, box.inner, box.outer, box.half, box.expert);
     }
     MOE_NO_UNROLL
     for (int q = gathered ? units : static_cast<int>(rank); q < units; q += 2) {
-      Isa::load_panel_both(&args.a, full, ring.data() + (Config::kPanelsA + q) * kPanelBytes, k, tile.row0 + 64 * q, k_half, 0);
+      const Box box = box_a<kKind, Config>(tile, block, 64 * q, 0);
+      Isa::load_panel_both(&args.a, full, ring.data() + (Config::kPanelsA + q) * kPanelBytes, box.inner, box.outer, box.half, box.expert);
     }
     ring.advance();
   }
@@ -94,7 +93,7 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
 // Gathering warp, one task. There are more rows than registers for them, so where they start is kept in shared memory.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32_t base, Ring<Isa, Config>& ring) {
-  const int k_blocks = task_k_blocks<kKind>(tile, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(tile, args);
   const int units = tile_units<Config>(tile);
   if (args.gather == nullptr) {
     follow(k_blocks + units, ring);
@@ -249,7 +248,7 @@ struct TokensNConsumer {
   template <class Arguments>
   MOE_FN void run(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
     const Task tile = block_tile<Config>(task, kKind, rank);
-    const int k_blocks = task_k_blocks<kKind>(task, args);
+    const int k_blocks = task_k_blocks<kKind, Config>(task, args);
     const int tokens = tile_tokens<Config>(tile);
     const bool gathered = can_gather(kKind) && args.gather != nullptr;
     start(tile, args);
@@ -273,7 +272,7 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                                 Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
-  ring.skip(task_k_blocks<kKind>(task, args));
+  ring.skip(task_k_blocks<kKind, Config>(task, args));
   const bool one = Isa::lane_index() == 0;
   const int column = tile.n0 + 64 * static_cast<int>(consumer);
   const int units = tile_units<Config>(tile);

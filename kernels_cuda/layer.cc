@@ -104,9 +104,9 @@ int n_extent(const LayerShape& s, Kind kind) {
   const bool width = kind == kGateUp || kind == kDgradDown || kind == kWgradDown;
   return static_cast<int>(width ? s.width : s.d_model);
 }
-int k_blocks(const LayerShape& s, Kind kind) {
+int k_extent(const LayerShape& s, Kind kind) {
   const bool width = kind == kDown || kind == kDgradGateUp;
-  return static_cast<int>(((width ? s.width : s.d_model) + 63) / 64);
+  return static_cast<int>(width ? s.width : s.d_model);
 }
 
 TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
@@ -132,7 +132,7 @@ TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool sk
 GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activation& act) {
   GemmArguments<CUtensorMap> args = {};
   args.num_rows = s.rows;
-  args.k_blocks = k_blocks(s, kind);
+  args.k_extent = k_extent(s, kind);
   args.m_extent = m_extent(s, kind);
   args.n_extent = n_extent(s, kind);
   args.act = act;

@@ -101,7 +101,7 @@ template <class Isa, class Config, class Arguments>
 MOE_FN void store_gate_up_mx(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                              Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kGateUp, Isa::cluster_rank());
-  ring.skip(task_k_blocks<kGateUp>(task, args));
+  ring.skip(task_k_blocks<kGateUp, Config>(task, args));
   const bool one = Isa::lane_index() == 0;
   const int row = tile.row0 + 64 * static_cast<int>(consumer);
   const bool wanted = tile.rows > 64 * static_cast<int>(consumer);

@@ -83,8 +83,7 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
   args.num_rows = s.rows;
   args.m_extent = m_extent(s, kind);
   args.n_extent = n_extent(s, kind);
-  const int64_t contraction = kind == kDown || kind == kDgradGateUp ? s.width : s.d_model;
-  args.k_blocks = static_cast<int>(fp8 ? (contraction + 127) / 128 : (contraction + 63) / 64);
+  args.k_extent = static_cast<int>(kind == kDown || kind == kDgradGateUp ? s.width : s.d_model);
   args.act = act;
   return args;
 }

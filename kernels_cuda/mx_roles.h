@@ -8,16 +8,18 @@
 // rounding. While a consumer does that, the other one has the tensor core.
 #pragma once
 
+#include "gemm_load.h"
 #include "mx_epilogue.h"
 
 namespace moe {
-
-constexpr int kMxBlockK = 128;
 
 // The shape of the BF16 block. Registers: a K loop over 64 temporaries beside 128 sums wants as many as there are, but a store warp that scatters
 // rows to tokens (kDown, kDgradGateUp) needs some.
 template <Kind kKind>
 struct MxConfig : GemmConfig<256> {
+  static constexpr int kBlockK = 128;
+  static constexpr int kElementBytes = 1;
+  static constexpr bool kOnlyKMajor = true;
   static constexpr bool kScatters = kKind == kDown || kKind == kDgradGateUp;
   static constexpr int kProducerRegisters = kScatters ? 72 : 40;
   static constexpr int kConsumerRegisters = kScatters ? 216 : 232;
@@ -46,19 +48,10 @@ struct MxBatch {
   const int* num_tasks;
 };
 
-// Found by the shared store warps in place of the BF16 count.
-template <Kind kKind, class TensorMap>
-MOE_FN int task_k_blocks(const Task& task, const MxArguments<TensorMap>& args) {
-  if (is_wgrad(kKind)) return (task.rows + kMxBlockK - 1) / kMxBlockK;
-  return kKind == kDgradGateUp ? 2 * args.k_blocks : args.k_blocks;
-}
-
 // Producer, one task; as load_task of gemm_roles.h, with both operands K-major.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
-  constexpr int kHalfB = Config::kPanelsB / 2;
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const bool share_a = task.pair == kPairN;
 
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
   auto load_chunks = [&] {
@@ -83,49 +76,8 @@ MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank,
 
   if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
-  const int k_blocks = task_k_blocks<kKind>(task, args);
-  const bool one_panel_a = !is_wgrad(kKind) && tile.rows <= 64;  // rows past the first 64 would not be multiplied
-  const uint32_t bytes = Config::kStageBytes - (one_panel_a ? kPanelBytes : 0);
-  MOE_NO_UNROLL
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-    const uint32_t full = ring.full();
-    Isa::barrier_expect_bytes(full, bytes);
-    const int k_half = kKind == kDgradGateUp && kb >= args.k_blocks ? 1 : 0;
-    const int k = (kb - k_half * args.k_blocks) * kMxBlockK + (is_wgrad(kKind) ? tile.row0 : 0);
-    auto load_a = [&](int p, bool both) {
-      const uint32_t dst = ring.data() + p * kPanelBytes;
-      const int m = (is_wgrad(kKind) ? tile.m0 : tile.row0) + 64 * p;
-      const int half = is_wgrad(kKind) ? tile.half : k_half;
-      if (both) {
-        Isa::load_panel_both(&args.a, full, dst, k, m, half, 0);
-      } else {
-        Isa::load_panel(&args.a, full, dst, k, m, half, 0);
-      }
-    };
-    auto load_b = [&](int p, bool both) {
-      const uint32_t dst = ring.data() + (Config::kPanelsA + p) * kPanelBytes;
-      const int n = kKind == kGateUp ? tile.n0 + 64 * (p % kHalfB) : tile.n0 + 64 * p;
-      const int half = kKind == kGateUp ? p / kHalfB : k_half;
-      const int expert = is_wgrad(kKind) ? 0 : tile.expert;
-      if (both) {
-        Isa::load_panel_both(&args.b, full, dst, k, n, half, expert);
-      } else {
-        Isa::load_panel(&args.b, full, dst, k, n, half, expert);
-      }
-    };
-    if (share_a) {
-      if (!(one_panel_a && rank == 1)) load_a(rank, true);
-      MOE_UNROLL
-      for (int p = 0; p < Config::kPanelsB; ++p) load_b(p, false);
-    } else {
-      load_a(0, false);
-      if (!one_panel_a) load_a(1, false);
-      MOE_UNROLL
-      for (int p = 0; p < kHalfB; ++p) load_b(rank * kHalfB + p, true);
-    }
-    ring.advance();
-  }
+  // Rows past the first 64 are never multiplied when the expert has none there.
+  load_k_blocks<kKind, Isa>(tile, args, rank, !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, ring);
   if (kKind == kDgradDown) {
     load_chunks();
   } else {
@@ -177,7 +129,7 @@ struct RowScales {
 
   MOE_FN RowScales(const Arguments& args, const Task& tile, int row) : a(args.a_codes + tile.row0 + row), a_step(args.num_rows) {
     const int n_blocks = (args.n_extent + 127) / 128;
-    k_blocks = args.k_blocks;
+    k_blocks = div_up(args.k_extent, 128);
     jump = kKind == kDgradGateUp ? (n_blocks - 1) * k_blocks : 0;  // from the end of a gate row of blocks to that of up
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -283,7 +235,7 @@ template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
                             Epilogue<Isa, Config, kPlain>& epilogue, Turns<Isa, Config>& turns) {
   const Task tile = block_tile<Config>(task, kKind, rank);
-  const int blocks = task_k_blocks<kKind>(task, args);
+  const int blocks = task_k_blocks<kKind, Config>(task, args);
   const int rows = tile.rows - 64 * static_cast<int>(epilogue.consumer);  // real rows of this warpgroup; <= 0: all padding
   const bool live = (is_wgrad(kKind) || rows > 0) && tile.n0 < args.n_extent && blocks > 0;
 

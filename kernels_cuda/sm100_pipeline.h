@@ -16,29 +16,15 @@
 namespace moe {
 
 template <class Config>
-struct Sm100Barriers {
+struct Sm100Barriers {  // those of the operand stages: Ring
   uint32_t base;
   MOE_HOST_FN explicit Sm100Barriers(uint32_t shared_base) : base(shared_base + Config::kBarrierOffset) {}
-  MOE_HOST_FN uint32_t full(uint32_t s) const { return base + 8 * s; }
-  MOE_HOST_FN uint32_t empty(uint32_t s) const { return base + 8 * (Config::kStages + s); }
   MOE_HOST_FN uint32_t acc_full(uint32_t a) const { return base + 8 * (2 * Config::kStages + a); }
   MOE_HOST_FN uint32_t acc_empty(uint32_t a) const { return base + 8 * (2 * Config::kStages + 2 + a); }
   MOE_HOST_FN uint32_t clc_full(uint32_t c) const { return base + 8 * (2 * Config::kStages + 4 + c); }
   MOE_HOST_FN uint32_t clc_empty(uint32_t c) const { return base + 8 * (2 * Config::kStages + 4 + Config::kClcSlots + c); }
   // Loader, scheduler and 4 epilogue warps of every block, and the issuer.
   static constexpr uint32_t kTakers = 6 * Config::kBlocks + 1;
-};
-
-// A position in a ring of kSize, with the parity of its current round.
-template <int kSize>
-struct RingPosition {
-  uint32_t index = 0, phase = 0;
-  MOE_FN void advance() {
-    if (++index == kSize) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 // Tasks in the order this cluster runs them, the same for all of its roles. Without stealing: every num_clusters-th. With stealing: the
@@ -94,28 +80,11 @@ struct Sm100Tasks {
   }
 };
 
-// Blocks of K of a task (of all halves), and the products in one of them: the last block of K issues only what it needs.
-template <Kind kKind, class Config, class Arguments>
-MOE_FN int sm100_k_extent(const Task& task, const Arguments& args) {
-  return is_wgrad(kKind) ? task.rows : args.k_extent;
-}
-template <Kind kKind, class Config, class Arguments>
-MOE_FN int sm100_half_blocks(const Task& task, const Arguments& args) {
-  return (sm100_k_extent<kKind, Config>(task, args) + Config::kBlockK - 1) / Config::kBlockK;
-}
-template <Kind kKind, class Config, class Arguments>
-MOE_FN int sm100_k_blocks(const Task& task, const Arguments& args) {
-  return (kKind == kDgradGateUp ? 2 : 1) * sm100_half_blocks<kKind, Config>(task, args);
-}
+// Products in a block of K: the last one issues only what it needs.
 template <class Config>
 MOE_FN int sm100_products(int k_extent, int half_block) {
   const int left = (k_extent - half_block * Config::kBlockK + Config::kProductK - 1) / Config::kProductK;
   return left < Config::kProducts ? left : Config::kProducts;
-}
-// Scale atoms of B that a tile reads.
-template <Kind kKind, class Config>
-MOE_FN int sm100_atoms_b(const Task& task) {
-  return kKind == kGateUp ? 2 : (task.n0 % 128 + Config::kTileN + 127) / 128;
 }
 
 }  // namespace moe

@@ -6,90 +6,12 @@
 
 namespace moe {
 
-// Loader, one thread of every block: a stage per block of K.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_tile(const Task& task, const Arguments& args, uint32_t base, RingPosition<Config::kStages>& ring) {
-  constexpr int kBlocks = Config::kBlocks;
-  constexpr int kPerRow = 128 / Config::kElementBytes;  // elements in a 128-byte row
-  const Sm100Barriers<Config> bars(base);
-  const int rank = static_cast<int>(Isa::template block_rank<kBlocks>());
-  if (task.wait >= 0) {
-    while (Isa::load_acquire(args.counters + task.wait) < args.targets[task.wait]) {
-    }
-    Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
-  }
-  const int half_blocks = sm100_half_blocks<kKind, Config>(task, args);
-  const int k_blocks = sm100_k_blocks<kKind, Config>(task, args);
-  const int atoms_b = Config::kMx ? sm100_atoms_b<kKind, Config>(task) : 0;
-  const uint32_t scale_bytes = Config::kMx ? (1 + atoms_b) * sm100::kScaleAtomBytes : 0;
-  MOE_NO_UNROLL
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    const int half = kKind == kDgradGateUp && kb >= half_blocks ? 1 : 0;
-    const int in_half = kb - half * half_blocks;
-    const int k = in_half * Config::kBlockK;
-    Isa::barrier_wait(bars.empty(ring.index), ring.phase ^ 1);
-    const uint32_t full = bars.full(ring.index);
-    if (rank == 0) Isa::barrier_expect_bytes(full, kBlocks * (Config::kStageBytes + scale_bytes));
-
-    const uint32_t a = base + ring.index * Config::kStageBytes;
-    MOE_UNROLL
-    for (int p = 0; p < 2; ++p) {
-      if constexpr (sm100_mn_major_a(kKind)) {  // 128 rows of M: one or two 128-byte chunks, each with all of the stage's K
-        constexpr int kDeep = Config::kBlockK / 64;  // boxes along K in a chunk
-        const int inner = task.m0 + 128 * rank + p / kDeep * kPerRow;
-        Isa::template load_box<kBlocks>(&args.a, full, a + p * kPanelBytes, inner, task.row0 + k + 64 * (p % kDeep), task.half, 0);
-      } else {
-        Isa::template load_box<kBlocks>(&args.a, full, a + p * kPanelBytes, k, task.row0 + 128 * rank + 64 * p, half, 0);
-      }
-    }
-    const uint32_t b = a + Config::kBytesA;
-    if constexpr (sm100_mn_major_b(kKind)) {
-      constexpr int kDeep = Config::kBlockK / 64;
-      MOE_UNROLL
-      for (int p = 0; p < Config::kBytesB / kPanelBytes; ++p) {
-        const int inner = task.n0 + Config::kRowsB * rank + p / kDeep * kPerRow;
-        const int outer = (is_wgrad(kKind) ? task.row0 : 0) + k + 64 * (p % kDeep);
-        Isa::template load_box<kBlocks>(&args.b, full, b + p * kPanelBytes, inner, outer, half, is_wgrad(kKind) ? 0 : task.expert);
-      }
-    } else {
-      constexpr int kBoxes = Config::kRowsB / Config::kBoxRowsB;
-      MOE_UNROLL
-      for (int p = 0; p < kBoxes; ++p) {
-        int n = task.n0 + Config::kRowsB * rank + Config::kBoxRowsB * p;
-        int matrix = 0;
-        if (kKind == kGateUp) {  // the first half of the tile's rows of B is gate, the second up; in a pair, a half in each block
-          const int row = Config::kRowsB * rank + Config::kBoxRowsB * p;
-          matrix = row / (Config::kTileN / 2);
-          n = task.n0 + row % (Config::kTileN / 2);
-        }
-        Isa::template load_box<kBlocks>(&args.b, full, b + p * Config::kBoxRowsB * 128, k, n, matrix, task.expert);
-      }
-    }
-    if constexpr (Config::kMx) {  // both blocks of a pair need the scales of all of B
-      const uint32_t scales = base + Config::kScaleOffset + ring.index * Config::kScaleStageBytes;
-      const int atom_k = is_wgrad(kKind) ? task.row0 / 128 + in_half : in_half;
-      const int atom_a = (is_wgrad(kKind) ? task.m0 : task.row0) / 128 + rank;
-      Isa::template load_box<kBlocks>(&args.scale_a, full, scales, 0, atom_k, atom_a, is_wgrad(kKind) ? task.half : half);
-      MOE_NO_UNROLL
-      for (int i = 0; i < atoms_b; ++i) {
-        const int atom_b = task.n0 / 128 + (kKind == kGateUp ? 0 : i);
-        const int matrix = kKind == kGateUp        ? 2 * task.expert + i
-                           : kKind == kDgradGateUp ? 2 * task.expert + half
-                           : is_wgrad(kKind)       ? 0
-                                                   : task.expert;
-        Isa::template load_box<kBlocks>(&args.scale_b, full, scales + (1 + i) * sm100::kScaleAtomBytes, 0, atom_k, atom_b, matrix);
-      }
-    }
-    ring.advance();
-  }
-}
-
 // Issuer, one thread of the leading block. Scale copies and products of one thread stay in order, so one set of scale columns serves.
 template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base, uint32_t tmem, RingPosition<Config::kStages>& ring,
+MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base, uint32_t tmem, Ring<Isa, Config>& ring,
                           RingPosition<Config::kAccumulators>& accumulator, RingPosition<Config::kEmptyBarriers>& drained) {
   constexpr int kBlocks = Config::kBlocks;
-  constexpr bool kMnA = sm100_mn_major_a(kKind), kMnB = sm100_mn_major_b(kKind);
+  constexpr bool kMnA = mn_major_a<Config>(kKind), kMnB = mn_major_b<Config>(kKind);
   // Halves of gate and up that do not fill an atom have their scales in different columns: two products.
   constexpr int kParts = Config::kMx && kKind == kGateUp && Config::kTileN / 2 % 128 != 0 ? 2 : 1;
   constexpr int kPartN = Config::kTileN / kParts;
@@ -97,10 +19,9 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
   constexpr uint32_t kInstruction = Config::kMx ? sm100::mx_instruction(Config::kTileM, kPartN, kMnA, kMnB)
                                                 : sm100::bf16_instruction(Config::kTileM, kPartN, kMnA, kMnB);
   const Sm100Barriers<Config> bars(base);
-  const int k_extent = sm100_k_extent<kKind, Config>(task, args);
-  const int half_blocks = sm100_half_blocks<kKind, Config>(task, args);
-  const int k_blocks = sm100_k_blocks<kKind, Config>(task, args);
-  const int atoms_b = Config::kMx ? sm100_atoms_b<kKind, Config>(task) : 0;
+  const int k_extent = is_wgrad(kKind) ? task.rows : args.k_extent;
+  const int half_blocks = half_k_blocks<kKind, Config>(task, args);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const uint32_t d = tmem + accumulator.index * Config::kAccumulatorStep;
   const uint32_t scale_a = tmem + Config::kScaleColumnA;
   const uint32_t scale_b = tmem + Config::kScaleColumnB;
@@ -112,17 +33,17 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
   for (int kb = 0; kb < k_blocks; ++kb) {
     const int in_half = kKind == kDgradGateUp && kb >= half_blocks ? kb - half_blocks : kb;
     const int products = sm100_products<Config>(k_extent, in_half);
-    Isa::barrier_wait(bars.full(ring.index), ring.phase);  // block scope: only bytes arrive here, and the tensor core reads them
+    Isa::barrier_wait(ring.full(), ring.phase);  // block scope: only bytes arrive here, and the tensor core reads them
     Isa::fence_after_sync();
     if constexpr (Config::kMx) {
       const uint32_t scales = base + Config::kScaleOffset + ring.index * Config::kScaleStageBytes;
       Isa::template copy_scales<kBlocks>(scale_a, sm100::scale_descriptor(scales));
       MOE_NO_UNROLL
-      for (int i = 0; i < atoms_b; ++i) {
+      for (int i = 0; i < scale_atoms_b<kKind, Config>(task); ++i) {
         Isa::template copy_scales<kBlocks>(scale_b + 4 * i, sm100::scale_descriptor(scales + (1 + i) * sm100::kScaleAtomBytes));
       }
     }
-    const uint32_t stage = base + ring.index * Config::kStageBytes;
+    const uint32_t stage = ring.data();
     const uint64_t desc_a = sm100::operand_descriptor(stage, kMnA, kMnStride);
     const uint64_t desc_b = sm100::operand_descriptor(stage + Config::kBytesA, kMnB, kMnStride);
     MOE_UNROLL
@@ -142,7 +63,7 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
         }
       }
     }
-    Isa::template commit<kBlocks>(bars.empty(ring.index));
+    Isa::template commit<kBlocks>(ring.empty());
     ring.advance();
   }
   Isa::template commit<kBlocks>(bars.acc_full(accumulator.index));  // an expert without rows has no products: an arrival all the same
@@ -152,15 +73,19 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
 
 template <Kind kKind, class Isa, class Config, class Batch>
 MOE_FN void load_operands(const Batch& batch, uint32_t base) {
-  RingPosition<Config::kStages> ring;
+  const uint32_t rank = Isa::template block_rank<Config::kBlocks>();
+  Ring<Isa, Config> ring(base);
   Sm100Tasks<Isa, Config, false> tasks(batch, base);
   MOE_NO_UNROLL
-  for (Task task; tasks.take(task);) load_tile<kKind, Isa, Config>(task, batch.args, base, ring);
+  for (Task task; tasks.take(task);) {
+    wait_ready<Isa>(task, batch.args);
+    load_k_blocks<kKind, Isa>(block_tile<Config>(task, kKind, rank), batch.args, rank, 2, ring);
+  }
 }
 
 template <Kind kKind, class Isa, class Config, class Batch>
 MOE_FN void issue_products(const Batch& batch, uint32_t base, uint32_t tmem) {
-  RingPosition<Config::kStages> ring;
+  Ring<Isa, Config> ring(base);
   RingPosition<Config::kAccumulators> accumulator;
   RingPosition<Config::kEmptyBarriers> drained;
   Sm100Tasks<Isa, Config, false> tasks(batch, base);
@@ -195,9 +120,11 @@ MOE_FN void sm100_run_block(const Batch& batch) {
   const uint32_t warp = Isa::warp_index();
   const Sm100Barriers<Config> bars(base);
   if (warp == 0 && Isa::elect_one()) {
+    Ring<Isa, Config> ring(base);
     for (int s = 0; s < Config::kStages; ++s) {
-      Isa::barrier_init(bars.full(s), 1);
-      Isa::barrier_init(bars.empty(s), 1);
+      Isa::barrier_init(ring.full(), 1);
+      Isa::barrier_init(ring.empty(), 1);
+      ring.advance();
     }
     for (int a = 0; a < 2; ++a) {
       Isa::barrier_init(bars.acc_full(a), 1);

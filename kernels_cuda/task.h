@@ -17,6 +17,8 @@ enum Kind : uint8_t {
   kNumKinds,
 };
 
+MOE_HOST_FN constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
+
 MOE_HOST_FN constexpr bool is_wgrad(Kind kind) { return kind == kWgradDown || kind == kWgradGateUp; }
 
 // Kinds whose output has a bias per column.
@@ -85,6 +87,5 @@ struct KindSet {
     }
   }
 };
-
 
 }  // namespace moe

@@ -26,8 +26,6 @@ struct Tiling {
 
 constexpr int kGroupTiles = 8;
 
-MOE_HOST_FN constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
-
 // The tasks of one expert, per matrix: `rows` row tiles by `columns` column tiles, then `shared_rows` row tiles by pairs of column tiles.
 struct TaskGrid {
   int rows, columns, shared_rows, matrices, total;

@@ -183,7 +183,7 @@ double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
 Arguments arguments(int k_extent, int m_extent, int n_extent) {
   Arguments args = {};
   args.num_rows = kRows;
-  args.k_blocks = (k_extent + 63) / 64;
+  args.k_extent = k_extent;
   args.m_extent = m_extent;
   args.n_extent = n_extent;
   return args;

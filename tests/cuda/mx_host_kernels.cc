@@ -226,7 +226,7 @@ uint64_t digest(const void* data, size_t bytes) {
 Arguments arguments(int k_extent, int m_extent, int n_extent) {
   Arguments args = {};
   args.num_rows = kRows;
-  args.k_blocks = blocks_of(k_extent);
+  args.k_extent = k_extent;
   args.m_extent = m_extent;
   args.n_extent = n_extent;
   return args;

@@ -304,7 +304,7 @@ struct Case {
 
   Tiling tiling() const {
     const int m_extent = kKind == kWgradGateUp ? shape.f : shape.d;
-    return {kKind, Config::kTileM, sm100_step_n<Config>(kKind), m_extent, n_extent(), false, Pairs::kNone};
+    return {kKind, Config::kTileM, step_n<Config>(kKind), m_extent, n_extent(), false, Pairs::kNone};
   }
   void make_tasks() {
     tasks = list_tasks(tiling(), shape.count, start);
