@@ -64,8 +64,11 @@ cuda: $(VENV)/.deps
 	@MOEJAX_CUDA=1 $(INSTALL) $(VENV) moejax
 	@touch $(VENV)/.installed
 
-# What of the CUDA code a machine without a GPU can check: the built module's cubins, and the kernels on the host emulator.
+# What of the CUDA code a machine without a GPU can check: the built module's cubins, and the kernels on the host emulators, whose
+# fibers are Boost.Context's (tests/cuda/host_build.py).
 test-cuda-host: cuda
+	@$(PYTHON_RUN) -c "from tests.cuda.host_build import boost_context as found; found()" 2>/dev/null || \
+	  $(PYTHON_RUN) -m pip install -qq --no-deps cmeel-boost==1.90.0
 	@$(PYTHON_RUN) -c "import importlib.metadata as m; m.version('nvidia-cutlass')" 2>/dev/null || \
 	  $(PYTHON_RUN) -m pip install -qq --no-deps nvidia-cutlass==4.2.0.0
 	@command -v cuobjdump >/dev/null || [ -x /usr/local/cuda/bin/cuobjdump ] || \

@@ -244,6 +244,16 @@ def test_numerics_diff_lists_what_changes_numbers_and_nothing_else():
     assert numerics_diff(config_to_dict(old), changed) == expected
 
 
+def test_what_is_saved_for_the_backward_changes_numbers_only_in_mxfp8():
+    mxfp8 = ["recipe=mxfp8", "training.remat=none"]
+    saves = {save: load(None, [*mxfp8, f"moe.save={save}"]) for save in ("recompute", "gate_up", "gate_up_mx")}
+    assert numerics_diff(saves["recompute"], saves["gate_up"]) == []
+    rounds = ['moe.save: "gate_up" -> "gate_up_mx"', "optimizer.learning_rate: 0.001 -> 0.5"]
+    changed = load(None, [*mxfp8, "moe.save=gate_up_mx", "optimizer.learning_rate=0.5"])
+    assert numerics_diff(config_to_dict(saves["gate_up"]), changed) == rounds
+    assert numerics_diff(saves["gate_up_mx"], saves["recompute"]) == ['moe.save: "gate_up_mx" -> "recompute"']
+
+
 def test_a_preset_and_its_values_spelt_out_are_the_same_numbers(tmp_path):
     preset = load(None, ["preset=olmoe-1b-7b"])
     spelt_out = config_to_dict(preset) | {"preset": None}

@@ -7,25 +7,20 @@ import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-CXX = shutil.which("g++") or shutil.which("clang++")
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
+
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
 
-def build(kernels: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    program = target / "host_kernels"
-    sources = [ROOT / "tests" / "cuda" / "host_kernels.cc", kernels / "isa" / "host" / "engine.cc"]
-    flags = ["-std=c++17", "-O2", "-pthread", f"-I{kernels}"]
-    done = subprocess.run([CXX, *flags, *map(str, sources), "-o", str(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return program
+def build_program(kernels: pathlib.Path = KERNELS) -> pathlib.Path:
+    return build(*emulator(ROOT / "tests" / "cuda" / "host_kernels.cc", ["-O2"], kernels))
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return build(ROOT / "kernels_cuda", tmp_path_factory.mktemp("host"))
+def program():
+    return build_program()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +75,7 @@ def test_emulator_notices(tmp_path, name):
     source = (kernels / file).read_text()
     assert text in source, f"{file} has changed: adapt the mutation"
     (kernels / file).write_text(source.replace(text, replacement))
-    program = build(kernels, tmp_path)
+    program = build_program(kernels)
     runs = [
         subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=120)
         for kind in ("gate_up", "dgrad_gate_up")

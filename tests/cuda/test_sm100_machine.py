@@ -9,18 +9,13 @@ import subprocess
 
 import pytest
 
-from tests.cuda.host_build import CXX, KERNELS, ROOT, build_all
+from tests.cuda.host_build import CXX, ROOT, build_all, emulator
 
 TESTS = ROOT / "tests" / "cuda"
-MACHINE = [KERNELS / "isa" / "host" / name for name in ("sm100_machine.cc", "sm100_tensor.cc")]
 LEAST_CONFIGURATIONS = 40
 LEAST_FAULTS = 25
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
-
-
-FLAGS = ["-O1", "-Wno-psabi", f"-I{KERNELS}", f"-I{TESTS}"]
-HEADERS = [KERNELS, TESTS / "sm100_case.h"]
 
 
 def run(program, *arguments, timeout=280):
@@ -29,7 +24,7 @@ def run(program, *arguments, timeout=280):
 
 def check_parts(parts, schedules):
     """Builds and runs the given quarters of the cases; returns how many cases there were."""
-    jobs = [([TESTS / "sm100_programs.cc", *MACHINE], [*FLAGS, f"-DSM100_PART={part}"], HEADERS) for part in parts]
+    jobs = [emulator(TESTS / "sm100_programs.cc", ["-O1", f"-DSM100_PART={part}"]) for part in parts]
     cases = 0
     for program in build_all(jobs):
         done = run(program, str(schedules))
@@ -55,7 +50,7 @@ def test_programs_match_under_twenty_schedules():
 
 
 def test_seeded_faults_are_noticed():
-    (program,) = build_all([([TESTS / "sm100_faults.cc", *MACHINE], FLAGS, HEADERS)])
+    (program,) = build_all([emulator(TESTS / "sm100_faults.cc", ["-O1"])])
     done = run(program)
     missed = [line for line in done.stdout.splitlines() if line.startswith("MISS")]
     assert done.returncode == 0 and not missed, missed or done.stdout + done.stderr

@@ -1,8 +1,6 @@
 // Scheduler, shared memory, barriers, copies and work stealing of the machine; tensor memory and products are in sm100_tensor.cc.
 #include "sm100_machine.h"
 
-#include <ucontext.h>
-
 #include <cstring>
 
 #include "sm100_state.h"
@@ -12,13 +10,6 @@ namespace moe::machine {
 State* state = nullptr;
 
 namespace {
-
-constexpr size_t kStackBytes = 128 * 1024;
-
-std::vector<std::unique_ptr<char[]>>& stacks() {  // kept between runs: their pages are then already there
-  static std::vector<std::unique_ptr<char[]>> all;
-  return all;
-}
 
 bool any_progress() {  // one asynchronous step; the seed picks the unit
   State& s = *state;
@@ -65,54 +56,16 @@ bool any_progress() {  // one asynchronous step; the seed picks the unit
   return false;
 }
 
-void deadlock() {
-  std::map<std::string, int> reasons;
-  for (Worker& worker : state->workers) {
-    if (!worker.finished) ++reasons[worker.waiting_for];
-  }
-  std::string message = "deadlock:";
-  for (auto& [reason, count] : reasons) message += " " + std::to_string(count) + " threads wait for " + reason + ";";
-  state->self = -1;
-  fail(message);
-}
-
-// From the scheduler's own stack: runs fibers until all have finished.
-void schedule() {
+// Before each turn: what units do though nobody must wait for them.
+void whim() {
   State& s = *state;
-  while (s.error.empty()) {
-    if (s.mode == 2) {
-      while (any_progress()) {
-      }
-    } else if (s.random() % 4 == 0 && (s.mode == 1 || s.polling)) {
-      if (any_progress()) s.polls = 0;
+  if (s.mode == 2) {
+    while (any_progress()) {
     }
-    s.polling = false;
-    if (s.ready.empty()) {
-      if (any_progress()) continue;
-      if (s.finished == static_cast<int>(s.workers.size())) return;
-      deadlock();
-      return;
-    }
-    const size_t i = s.random() % s.ready.size();
-    const int next = s.ready[i];
-    s.ready[i] = s.ready.back();
-    s.ready.pop_back();
-    s.self = next;
-    swapcontext(&s.scheduler, &s.workers[next].context);
-    s.self = -1;
+  } else if (s.random() % 4 == 0 && (s.mode == 1 || s.polling)) {
+    if (any_progress()) s.polls = 0;
   }
-}
-
-void enter() {
-  State& s = *state;
-  (*s.body)();
-  Worker& me = s.workers[s.self];
-  if (!me.uncommitted.empty()) fail("a bulk store was never committed");
-  if (!me.loads.empty()) fail("a tensor-memory load was never waited for");
-  me.finished = true;
-  ++s.finished;
-  --s.live[block()];
-  swapcontext(&me.context, &s.scheduler);
+  s.polling = false;
 }
 
 void check_end() {
@@ -134,42 +87,25 @@ void check_end() {
 }
 
 // One cluster, on its own state.
-std::string run_cluster(const Launch& launch, uint32_t index, std::deque<uint32_t>& waiting, std::mt19937& random,
+std::string run_cluster(const Launch& launch, uint32_t index, std::deque<uint32_t>& waiting, uint32_t seed,
                         const std::function<void()>& body) {
-  State s;
+  State s(launch, index, waiting, seed);
   state = &s;
-  s.launch = launch;
-  s.cluster = index;
-  s.waiting = &waiting;
-  s.random.seed(random());
-  s.mode = static_cast<int>(launch.seed % 3);
-  s.body = &body;
-  const int count = launch.blocks * launch.threads;
-  s.workers.resize(count);
-  for (int b = 0; b < launch.blocks; ++b) {
-    s.memory[b].bytes.assign(launch.shared_bytes, 0xFF);
-    s.memory[b].chunks.assign((launch.shared_bytes + 15) / 16, Chunk{});
-    s.live[b] = launch.threads;
-    s.tmem[b].cells.assign(128 * 512, Cell{});
-  }
-  while (static_cast<int>(stacks().size()) < count) stacks().emplace_back(new char[kStackBytes]);
-  for (int i = 0; i < count; ++i) {
-    ucontext_t& context = s.workers[i].context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = stacks()[i].get();
-    context.uc_stack.ss_size = kStackBytes;
-    context.uc_link = nullptr;
-    makecontext(&context, enter, 0);
-    s.ready.push_back(i);
-  }
+  const auto whole_thread = [&] {
+    body();
+    if (!s.me().uncommitted.empty()) fail("a bulk store was never committed");
+    if (!s.me().loads.empty()) fail("a tensor-memory load was never waited for");
+    --s.live[block()];
+  };
+  std::string stopped = s.fibers.run(whole_thread, whim, any_progress);
   try {
-    schedule();
-    if (s.error.empty()) check_end();
-  } catch (const Stopped&) {  // from a unit, outside any fiber: the message is in s.error
+    if (stopped.empty()) check_end();
+  } catch (const host::Stopped&) {
+    stopped = s.fibers.error();
   }
   waiting.insert(waiting.end(), s.elsewhere.begin(), s.elsewhere.end());
   state = nullptr;
-  return s.error;
+  return stopped;
 }
 
 Barrier& barrier_at(int b, uint32_t address) {
@@ -182,14 +118,14 @@ void settle(Barrier& bar) {
   if (bar.pending == 0 && bar.bytes == 0) {
     bar.pending = bar.arrivals;
     ++bar.phase;
-    wake(bar.waiting);
+    state->fibers.wake(bar.waiting);
   }
 }
 
 // What this thread must have done before it tells others, and with `whole_warp` the lanes it speaks for.
 void check_before_sync(const char* what, bool whole_warp) {
   State& s = *state;
-  const int first = whole_warp ? s.self / 32 * 32 : s.self, count = whole_warp ? 32 : 1;
+  const int first = whole_warp ? s.fibers.self() / 32 * 32 : s.fibers.self(), count = whole_warp ? 32 : 1;
   for (int i = first; i < first + count; ++i) {
     if (s.workers[i].needs_before) {
       fail(std::string(what) + " after tensor-memory accesses without tcgen05.fence::before_thread_sync");
@@ -199,7 +135,7 @@ void check_before_sync(const char* what, bool whole_warp) {
 
 void finish_alloc() {
   State& s = *state;
-  const int first = s.self / 32 * 32;
+  const int first = s.fibers.self() / 32 * 32;
   for (int i = first; i < first + 32; ++i) {
     if (s.workers[i].alloc_chunk >= 0) s.memory[block()].chunks[s.workers[i].alloc_chunk].state = kReady;
     s.workers[i].alloc_chunk = -1;
@@ -232,68 +168,43 @@ void check_box(const Map& map, uint32_t address) {
 
 }  // namespace
 
-void fail(const std::string& what) {
-  State& s = *state;
-  if (s.error.empty()) {
-    s.error = what;
-    if (s.self >= 0) s.error += " (block " + std::to_string(block()) + ", thread " + std::to_string(thread()) + ")";
+State::State(const Launch& launched, uint32_t index, std::deque<uint32_t>& unstarted, uint32_t seed)
+    : launch(launched),
+      cluster(index),
+      mode(static_cast<int>(launched.seed % 3)),
+      fibers(launched.blocks, launched.threads, seed),
+      workers(static_cast<size_t>(launched.blocks * launched.threads)),
+      waiting(&unstarted) {
+  for (int b = 0; b < launch.blocks; ++b) {
+    memory[b].bytes.assign(launch.shared_bytes, 0xFF);
+    memory[b].chunks.assign((launch.shared_bytes + 15) / 16, Chunk{});
+    live[b] = launch.threads;
+    tmem[b].cells.assign(128 * 512, Cell{});
   }
-  if (s.self >= 0) setcontext(&s.scheduler);  // this fiber is abandoned, and with it the run
-  throw Stopped{};
 }
 
-int block() { return state->self / state->launch.threads; }
-int thread() { return state->self % state->launch.threads; }
+void fail(const std::string& what) { state->fibers.fail(what); }
+
+int block() { return state->fibers.block(); }
+int thread() { return state->fibers.thread(); }
 int blocks() { return state->launch.blocks; }
 uint32_t cluster_index() { return state->cluster; }
 uint32_t num_clusters() { return static_cast<uint32_t>(state->launch.clusters); }
 
-void wake(std::vector<int>& waiting) {
-  state->ready.insert(state->ready.end(), waiting.begin(), waiting.end());
-  waiting.clear();
-}
-
-void sleep(const std::string& reason) {
-  Worker& me = state->workers[state->self];
-  me.waiting_for = reason;
-  swapcontext(&me.context, &state->scheduler);
-  me.waiting_for.clear();
-}
-
 void yield() {
-  State& s = *state;
-  if (s.random() % 4 != 0) return;
-  s.ready.push_back(s.self);
-  sleep("its turn");
+  if (state->random() % 4 == 0) state->fibers.turn();
 }
 
 void poll() {
   State& s = *state;
   if (++s.polls > 200000) fail("a flag that is waited for never comes");
   s.polling = true;
-  s.ready.push_back(s.self);
-  sleep("a flag");
+  s.fibers.turn({"a flag"});
 }
 
 void meet(int group, int member, int members, const char* name, uint64_t argument, void* data,
           const std::function<void(void**)>& combine) {
-  Meeting& meeting = state->meetings[{block(), group}];
-  if (meeting.arrived == 0) {
-    meeting.name = name;
-    meeting.argument = argument;
-    meeting.data.assign(members, nullptr);
-  } else if (std::strcmp(meeting.name, name) != 0 || meeting.argument != argument) {
-    fail(std::string("lanes disagree: ") + meeting.name + " and " + name + ", or their arguments");
-  }
-  meeting.data[member] = data;
-  if (++meeting.arrived == members) {
-    if (combine) combine(meeting.data.data());
-    meeting.arrived = 0;
-    wake(meeting.waiting);
-    return;
-  }
-  meeting.waiting.push_back(state->self);
-  sleep(std::string("the other lanes of ") + name);
+  state->fibers.meet(group, member, members, name, argument, data, combine);
 }
 
 Chunk& chunk_at(int b, uint32_t address, uint32_t bytes) {
@@ -333,8 +244,8 @@ void write_shared(uint32_t address, const void* from, uint32_t bytes) {
     if (chunk.readers > 0) fail("shared memory at " + std::to_string(at) + " is overwritten while a unit still reads it");
     if (chunk.state == kInFlight) fail("shared memory at " + std::to_string(at) + " is written while a copy is filling it");
     chunk.state = kReady;
-    chunk.writer = state->self;
-    state->workers[state->self].written.push_back(static_cast<int>((at - kSharedBase) / 16));
+    chunk.writer = state->fibers.self();
+    state->me().written.push_back(static_cast<int>((at - kSharedBase) / 16));
   }
   std::memcpy(bytes_at(block(), address), from, bytes);
 }
@@ -351,10 +262,10 @@ void read_shared(uint32_t address, void* to, uint32_t bytes) {
 }
 
 void fence_async() {
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   for (int i : me.written) {
     Chunk& chunk = state->memory[block()].chunks[i];
-    if (chunk.writer == state->self) chunk.writer = -1;
+    if (chunk.writer == state->fibers.self()) chunk.writer = -1;
   }
   me.written.clear();
 }
@@ -394,26 +305,26 @@ void barrier_complete(int b, uint32_t address, int64_t bytes) {
 void barrier_wait(uint32_t address, uint32_t parity, Scope scope) {
   Barrier& bar = barrier_at(block(), address);
   while ((bar.phase & 1) == parity) {
-    bar.waiting.push_back(state->self);
-    sleep("the barrier at " + std::to_string(address) + " of block " + std::to_string(block()));
+    bar.waiting.push_back(state->fibers.self());
+    state->fibers.sleep({"the barrier", "", address});
   }
   if (bar.remote && scope == Scope::kBlock) fail("a wait with block scope for arrivals of the other block");
-  state->workers[state->self].needs_after = true;
+  state->me().needs_after = true;
 }
 
 void cluster_sync() {
   State& s = *state;
   check_before_sync("a cluster barrier", false);
   finish_alloc();
-  s.at_cluster.push_back(s.self);
+  s.at_cluster.push_back(s.fibers.self());
   if (s.at_cluster.size() == s.workers.size()) {
     s.at_cluster.pop_back();
     for (int b = 0; b < s.launch.blocks; ++b) s.tmem[b].synchronised = s.tmem[b].allocated;
-    wake(s.at_cluster);
+    s.fibers.wake(s.at_cluster);
   } else {
-    sleep("the cluster");
+    s.fibers.sleep({"the cluster"});
   }
-  s.workers[s.self].needs_after = true;
+  s.me().needs_after = true;
 }
 
 void load_box(const Map& map, int bar_block, uint32_t bar, uint32_t dst, const int (&at)[4]) {
@@ -443,7 +354,7 @@ void store_box(const Map& map, uint32_t src, const int (&at)[4]) {
   const int c[4] = {at[0], at[1], at[2], at[3]};
   for_chunks(map, c, [&](uint32_t offset, uint8_t*) { begin_async_read(b, src + offset); });
   const Map* target = &map;
-  state->workers[state->self].uncommitted.push_back([=] {
+  state->me().uncommitted.push_back([=] {
     const int where[4] = {c[0], c[1], c[2], c[3]};
     for_chunks(*target, where, [&](uint32_t offset, uint8_t* global) {
       if (global != nullptr) std::memcpy(global, bytes_at(b, src + offset), 16);
@@ -453,13 +364,13 @@ void store_box(const Map& map, uint32_t src, const int (&at)[4]) {
 }
 
 void store_commit() {
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   me.stores.emplace_back(me.uncommitted.begin(), me.uncommitted.end());
   me.uncommitted.clear();
 }
 
 void store_wait(int pending) {
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   while (static_cast<int>(me.stores.size()) > pending) {
     for (auto& action : me.stores.front()) action();
     me.stores.pop_front();
@@ -510,7 +421,7 @@ std::string run(const Launch& launch, const std::function<void()>& body) {
     const uint32_t index = waiting.front();
     waiting.pop_front();
     std::deque<uint32_t> none;
-    const std::string error = run_cluster(launch, index, launch.stealing ? waiting : none, random, body);
+    const std::string error = run_cluster(launch, index, launch.stealing ? waiting : none, static_cast<uint32_t>(random()), body);
     if (!error.empty()) return error;
   }
   return "";

@@ -1,23 +1,18 @@
 // What the two files of the machine share: its state. Not for anybody else.
 #pragma once
 
-#include <ucontext.h>
-
 #include <deque>
 #include <functional>
 #include <map>
-#include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "fibers.h"
 #include "sm100_machine.h"
 
 namespace moe::machine {
 
 constexpr uint32_t kSharedBase = 1024;  // where shared memory starts in a block's 32-bit window
-
-struct Stopped {};  // thrown by fail() outside a fiber
 
 enum : uint8_t { kUnwritten, kInFlight, kReady };
 
@@ -53,9 +48,6 @@ struct Load {
 };
 
 struct Worker {
-  ucontext_t context;
-  bool finished = false;
-  std::string waiting_for = "its turn";
   std::vector<int> written;  // chunks written by ordinary stores since the last fence
   std::deque<std::function<void()>> uncommitted;
   std::deque<std::vector<std::function<void()>>> stores;
@@ -63,14 +55,6 @@ struct Worker {
   bool needs_after = false;   // a wait has returned and no after_thread_sync fence since
   bool needs_before = false;  // tensor memory was read and no before_thread_sync fence since
   int alloc_chunk = -1;       // where an allocation's result is visible after the next barrier
-};
-
-struct Meeting {
-  int arrived = 0;
-  const char* name = nullptr;
-  uint64_t argument = 0;
-  std::vector<void*> data;
-  std::vector<int> waiting;
 };
 
 struct Barrier {
@@ -84,18 +68,11 @@ struct State {
   Launch launch;
   uint32_t cluster = 0;
   int mode = 0;
-  std::mt19937 random;
-  const std::function<void()>* body = nullptr;
-  ucontext_t scheduler;
+  host::Fibers fibers;
   std::vector<Worker> workers;
-  std::vector<int> ready;
-  int self = -1;
-  int finished = 0;
   int live[2] = {0, 0};
-  std::string error;
   Memory memory[2];
   Tmem tmem[2];
-  std::map<std::pair<int, int>, Meeting> meetings;
   std::map<std::pair<int, uint32_t>, Barrier> barriers;
   std::vector<int> at_cluster;
   std::vector<std::function<void()>> copies;
@@ -106,12 +83,14 @@ struct State {
   bool refused = false;
   bool polling = false;  // the last thread to run looked for a flag: units must not wait for everybody to sleep
   int polls = 0;
+
+  State(const Launch& launched, uint32_t index, std::deque<uint32_t>& unstarted, uint32_t seed);
+  uint32_t random() { return static_cast<uint32_t>(fibers.random()()); }
+  Worker& me() { return workers[static_cast<size_t>(fibers.self())]; }
 };
 
 extern State* state;
 
-void sleep(const std::string& reason);
-void wake(std::vector<int>& waiting);
 Chunk& chunk_at(int block, uint32_t address, uint32_t bytes);
 uint8_t* bytes_at(int block, uint32_t address);
 void begin_async_read(int block, uint32_t address);

@@ -22,7 +22,7 @@ Cell& cell_at(int b, uint32_t lane, uint32_t column) {
 }
 
 void check_after_sync(const char* what) {
-  if (state->workers[state->self].needs_after) {
+  if (state->me().needs_after) {
     fail(std::string(what) + " after a wait without tcgen05.fence::after_thread_sync");
   }
 }
@@ -113,11 +113,11 @@ Operand decode_operand(const char* name, uint64_t descriptor, bool mn_major, int
 }  // namespace
 
 void fence_before_sync() {
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   if (!me.loads.empty()) fail("tcgen05.fence::before_thread_sync while tensor-memory loads are under way");
   me.needs_before = false;
 }
-void fence_after_sync() { state->workers[state->self].needs_after = false; }
+void fence_after_sync() { state->me().needs_after = false; }
 
 void tmem_alloc(uint32_t result_address, uint32_t columns) {
   Tmem& tmem = state->tmem[block()];
@@ -135,7 +135,7 @@ void tmem_alloc(uint32_t result_address, uint32_t columns) {
       tmem.allocated = true;
       chunk_at(block(), result_address, 4).state = kInFlight;  // visible after the next barrier of this warp
       std::memcpy(bytes_at(block(), result_address), &at, 4);
-      const int first = state->self / 32 * 32;
+      const int first = state->fibers.self() / 32 * 32;
       for (int i = first; i < first + 32; ++i) state->workers[i].alloc_chunk = static_cast<int>((result_address - kSharedBase) / 16);
       return;
     }
@@ -169,7 +169,7 @@ void tmem_relinquish() { state->tmem[block()].relinquished = true; }
 
 void tmem_load(uint32_t address, uint32_t* to, int columns) {
   check_after_sync("tcgen05.ld");
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   const uint32_t lane = address >> 16, column = address & 0xFFFFu;
   const uint32_t own = static_cast<uint32_t>(thread() / 32 % 4) * 32;
   if (lane != own) {
@@ -188,7 +188,7 @@ void tmem_load(uint32_t address, uint32_t* to, int columns) {
 }
 
 void tmem_wait_load() {
-  Worker& me = state->workers[state->self];
+  Worker& me = state->me();
   for (const Load& load : me.loads) {
     const uint32_t lane = (load.address >> 16) + static_cast<uint32_t>(thread() % 32);
     for (int i = 0; i < load.columns; ++i) {
