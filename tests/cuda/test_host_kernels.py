@@ -33,9 +33,9 @@ MUTATIONS = {
     # what is broken: (file, text, replacement, what the emulator must say)
     "wrong phase": ("gemm_ring.h", "phase ^= 1;", "phase ^= 0;", "emulator"),
     "missing bytes": (
-        "gemm_roles.h",
-        "Config::kStageBytes - (one_panel_a",
-        "Config::kStageBytes - 8192 - (one_panel_a",
+        "gemm_load.h",
+        "static_cast<uint32_t>(boxes_a) * kPanelBytes +",
+        "static_cast<uint32_t>(boxes_a - 1) * kPanelBytes +",
         "",
     ),
     "stage given back before its products are done": (
