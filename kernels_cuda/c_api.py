@@ -51,7 +51,15 @@ class _Plan(ctypes.Structure):
 
 
 KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
-WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n", "resident")  # kernels_cuda/moe.h: Way
+WAYS = (
+    "auto",
+    "dispatched",
+    "gathered",
+    "tokens_n",
+    "gathered_n",
+    "resident_512",
+    "resident_128",
+)  # kernels_cuda/moe.h: Way
 
 
 @dataclasses.dataclass

@@ -23,6 +23,32 @@ namespace moe {
 // Whether a tile's results also pass through staging.
 MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kGateUp && kind != kDgradDown; }
 
+// kColumns columns of a weight gradient from the registers: neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so that
+// each writes 16 bytes and four lanes 64 bytes of a row. `row`: of this thread's values 0 and 1 in the whole matrix.
+template <class Isa, int kColumns, int kCount, class Arguments>
+MOE_FN void store_gradient(const float (&acc)[kCount], const Task& tile, Kind kind, int row, int column, const Arguments& args) {
+  const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
+  const uint32_t lane = Isa::lane_index();
+  const uint32_t odd = lane % 2;
+  const int first_column = column + (odd ? 8 : 0) + 4 * static_cast<int>((lane % 4) / 2);
+  const int64_t pitch = args.n_extent;
+  float* at = args.dw + (static_cast<int64_t>(matrix) * args.m_extent + row) * pitch + first_column;
+  MOE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int columns = row + 8 * half < args.m_extent ? args.n_extent - first_column : 0;
+    MOE_UNROLL
+    for (int jj = 0; jj < kColumns / 16; ++jj) {
+      const int a = 8 * jj + 2 * half, b = a + 4;  // this lane's pairs of blocks 2 jj and 2 jj + 1
+      const float got0 = Isa::shuffle_xor(Isa::select(odd, acc[a], acc[b]), 1);
+      const float got1 = Isa::shuffle_xor(Isa::select(odd, acc[a + 1], acc[b + 1]), 1);
+      const float v0 = Isa::select(odd, got0, acc[a]), v1 = Isa::select(odd, got1, acc[a + 1]);
+      const float v2 = Isa::select(odd, acc[b], got0), v3 = Isa::select(odd, acc[b + 1], got1);
+      if (16 * jj < columns) Isa::store_float4(at + 16 * jj, v0, v1, v2, v3);
+    }
+    at += 8 * pitch;
+  }
+}
+
 template <class Isa, class Config, bool kPlain>
 struct Epilogue {
   uint32_t base;
@@ -270,38 +296,13 @@ struct Epilogue {
     }
   }
 
-  // A tile of which this block has no column: the hand-over alone.
-  MOE_FN void skip_wgrad() {
-    begin_tile();
-    finish_unit(0);
-  }
-
-  // Weight gradients, FP32. From the registers, neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so that each
-  // writes 16 bytes and four lanes 64 bytes of a row.
+  // Weight gradients, FP32: the first columns from the registers, the others through staging.
   template <class Arguments>
   MOE_FN void write_wgrad(const float (&acc)[Config::kAcc], const Task& tile, Kind kind, const Arguments& args) {
     constexpr int kStagedParts = Config::kStagedPanels;
     constexpr int kDirectColumns = Config::kTileN - 32 * kStagedParts;
-    const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
     const int first_row = tile.m0 + 64 * static_cast<int>(consumer) + row_in_group();
-    const uint32_t odd = lane % 2;
-    const int first_column = tile.n0 + (odd ? 8 : 0) + 4 * ((lane % 4) / 2);
-    const int64_t pitch = args.n_extent;
-    float* at = args.dw + (static_cast<int64_t>(matrix) * args.m_extent + first_row) * pitch + first_column;
-    MOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int columns = first_row + 8 * half < args.m_extent ? args.n_extent - first_column : 0;
-      MOE_UNROLL
-      for (int jj = 0; jj < kDirectColumns / 16; ++jj) {
-        const int a = 8 * jj + 2 * half, b = a + 4;  // this lane's pairs of blocks 2 jj and 2 jj + 1
-        const float got0 = Isa::shuffle_xor(Isa::select(odd, acc[a], acc[b]), 1);
-        const float got1 = Isa::shuffle_xor(Isa::select(odd, acc[a + 1], acc[b + 1]), 1);
-        const float v0 = Isa::select(odd, got0, acc[a]), v1 = Isa::select(odd, got1, acc[a + 1]);
-        const float v2 = Isa::select(odd, acc[b], got0), v3 = Isa::select(odd, acc[b + 1], got1);
-        if (16 * jj < columns) Isa::store_float4(at + 16 * jj, v0, v1, v2, v3);
-      }
-      at += 8 * pitch;
-    }
+    store_gradient<Isa, kDirectColumns>(acc, tile, kind, first_row, tile.n0, args);
     begin_tile();
     MOE_UNROLL
     for (int part = 0; part < kStagedParts; ++part) {

@@ -68,12 +68,16 @@ template <Kind kKind, bool kPlain>
 using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, GemmConfig<256>>;
 template <Kind kKind, bool kPlain>
 using OnN = TokensN<kKind, kPlain, Sm90>;
+template <Kind kKind>
+using Wide = Resident<kKind, Sm90, ResidentWide>;
+template <Kind kKind>
+using Tall = Resident<kKind, Sm90, ResidentTall>;
 
 }  // namespace
 
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n, bool strips) {
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout) {
   const bool plain = is_plain_swiglu(batch.kinds[0].act);
-  if (tokens_on_n) {
+  if (layout == Layout::kTokensN) {
     switch (kind) {
       case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
       case kDown: return launch<OnN<kDown, true>>(batch, stream);
@@ -81,10 +85,11 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
       default: return cudaErrorInvalidValue;
     }
   }
-  if (strips) {
+  if (layout != Layout::kTokensM) {
+    const bool wide = layout == Layout::kResident512;
     switch (kind) {
-      case kWgradDown: return launch<Resident<kWgradDown, Sm90>>(batch, stream);
-      case kWgradGateUp: return launch<Resident<kWgradGateUp, Sm90>>(batch, stream);
+      case kWgradDown: return wide ? launch<Wide<kWgradDown>>(batch, stream) : launch<Tall<kWgradDown>>(batch, stream);
+      case kWgradGateUp: return wide ? launch<Wide<kWgradGateUp>>(batch, stream) : launch<Tall<kWgradGateUp>>(batch, stream);
       default: return cudaErrorInvalidValue;
     }
   }

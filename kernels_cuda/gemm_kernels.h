@@ -8,10 +8,15 @@
 
 namespace moe {
 
-// Launches every task of a list of one kind; the list and its length are on the device. tokens_on_n: the list was made for that
-// (TaskList), and the kind can (gemm_tokens_n.h). strips: the list was made
-// of strips; weight gradients that are overwritten only (gemm_resident.h). Returns the first CUDA error.
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, bool tokens_on_n = false,
-                        bool strips = false);
+// How the tasks of a list are laid out, and so which roles run them.
+enum class Layout : uint8_t {
+  kTokensM,      // gemm_roles.h
+  kTokensN,      // gemm_tokens_n.h; kinds that can
+  kResident512,  // strips of gemm_resident.h; weight gradients that are overwritten
+  kResident128,
+};
+
+// Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout = Layout::kTokensM);
 
 }  // namespace moe

@@ -1,77 +1,92 @@
-// Weight gradients of experts with few rows. Such a product is mostly stores, and what its loads take of the L2 is missing for them: so a
-// block keeps its 256 columns of operand B for all the expert's rows in shared memory, and walks down a strip of up to 16 tiles,
-// for which only the 128 columns of operand A arrive, shared with the other block of the cluster. Up to 192 rows stay resident;
-// an expert with more streams both operands through the same rings. The sums are those of gemm_roles.h, bit for bit.
+// Weight gradients with one operand at rest. A block keeps kColumns columns of operand B, for all rows of an expert, in shared memory and
+// walks down a strip of row tiles, for which only columns of operand A arrive, shared with the other block of the cluster. Such a
+// product is mostly stores, and what its loads take of L2 and memory is missing for them; and one warpgroup multiplies while the other
+// one stores. An expert with more rows than fit streams both operands through the same rings. The sums are those of gemm_roles.h, bit
+// for bit.
+//
+// 512 columns, for experts with up to 192 rows: tiles of 64 rows, of which each warpgroup takes half of the columns. 128 columns, up to
+// 640 rows: tiles of 128 rows, which the warpgroups take in turn.
 #pragma once
 
 #include "gemm_epilogue.h"
 
 namespace moe {
 
-// Operand B, in a ring of its own: what belongs to a K block is given back by this block's eight warps alone.
-struct ResidentColumns {
-  static constexpr int kStages = 3;
-  static constexpr int kStageBytes = 4 * kPanelBytes;
-  static constexpr int kOffset = 6 * 2 * kPanelBytes;  // behind the ring of operand A
-  static constexpr int kBarrierOffset = kStages * kStageBytes + 4 * kPanelBytes + 2 * 6 * 8;  // from kOffset on
-};
-
+template <int kColumns, int kBlocks>
 struct ResidentConfig {
-  static constexpr int kTileM = 128;
-  static constexpr int kTileN = 256;
+  static constexpr bool kSplit = kColumns == 512;  // the warpgroups share a tile; else they take tiles in turn
+  static constexpr int kTileM = kSplit ? 64 : 128;
+  static constexpr int kTileN = kColumns;
+  static constexpr int kStripTiles = kSplit ? 32 : 16;
   static constexpr int kBlockK = 64;
   static constexpr int kRowsA = kTileM;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
-  static constexpr int kPanelsB = kTileN / 64;
-  static constexpr int kStageBytes = kPanelsA * kPanelBytes;  // the ring holds operand A
-  static constexpr int kStages = 6;
-  static constexpr int kAcc = kTileN / 2;
-  static constexpr int kColumns64 = kTileN / 64;
+  static constexpr int kPanelsB = kColumns / 64;
+  static constexpr int kOwnN = kSplit ? kColumns / 2 : kColumns;  // columns of a warpgroup
+  static constexpr int kOwnM = kTileM / 64;                       // 64-row parts of a warpgroup
   static constexpr int kMaxUnits = 1;
-  static constexpr int kStagedPanels = 2;
-  static constexpr int kStripTiles = 16;
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
 
-  // Shared memory: operand A, operand B, staging, then the barriers: full and empty of A, of B, and those of gemm_config.h.
-  static constexpr int kStagingOffset = ResidentColumns::kOffset + ResidentColumns::kStages * ResidentColumns::kStageBytes;
-  static constexpr int kBarrierOffset = kStagingOffset + kConsumers * kStagedPanels * kPanelBytes;
-  static constexpr int kWrittenOffset = kBarrierOffset + 2 * (kStages + ResidentColumns::kStages) * 8;
+  // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of gemm_config.h.
+  static constexpr int kStageBytes = kPanelsA * kPanelBytes;
+  static constexpr int kStages = 4;
+  static constexpr int kColumnsOffset = kStages * kStageBytes;
+  static constexpr int kColumnBytes = kPanelsB * kPanelBytes;
+  static constexpr int kBarrierOffset = kColumnsOffset + kBlocks * kColumnBytes;
+  static constexpr int kWrittenOffset = kBarrierOffset + 2 * (kStages + kBlocks) * 8;
   static constexpr int kCreditOffset = kWrittenOffset + kConsumers * kMaxUnits * 8;
   static constexpr int kLeadOffset = kCreditOffset + kConsumers * 8;
   static constexpr int kSharedBytes = kLeadOffset + 16;
 
-  static_assert(ResidentColumns::kOffset == kStages * kStageBytes, "operand B lies behind operand A");
-  static_assert(ResidentColumns::kOffset + ResidentColumns::kBarrierOffset == kBarrierOffset + 2 * kStages * 8, "barriers of B follow those of A");
+  // Operand B, in a ring of its own: a stage per K block, given back by this block's eight warps alone.
+  struct Columns {
+    static constexpr int kStages = kBlocks;
+    static constexpr int kStageBytes = kColumnBytes;
+    static constexpr int kBarrierOffset = kBlocks * kColumnBytes + 2 * ResidentConfig::kStages * 8;  // from kColumnsOffset on
+  };
+
+  static_assert(kSplit || kColumns == 128, "512 or 128 columns");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
-// Tiles of a strip: from task.m0 down.
-template <class Config, class Arguments>
-MOE_FN int strip_tiles(const Task& task, const Arguments& args) {
-  const int left = (args.m_extent - task.m0 + Config::kTileM - 1) / Config::kTileM;
-  return left < Config::kStripTiles ? left : Config::kStripTiles;
-}
+// Up to 192 and 640 rows. Rows of output in a strip: kTileM * kStripTiles.
+using ResidentWide = ResidentConfig<512, 3>;
+using ResidentTall = ResidentConfig<128, 10>;
+
+// One strip as every role sees it.
+template <class Config>
+struct Strip {
+  Task tile;  // of this block; m0 is the first tile's
+  int k_blocks, tiles;
+  bool resident;
+  template <class Arguments>
+  MOE_FN Strip(const Task& task, Kind kind, uint32_t rank, const Arguments& args)
+      : tile(block_tile<Config>(task, kind, rank)), k_blocks((task.rows + 63) / 64) {
+    const int left = (args.m_extent - task.m0 + Config::kTileM - 1) / Config::kTileM;
+    tiles = left < Config::kStripTiles ? left : Config::kStripTiles;
+    resident = k_blocks <= Config::Columns::kStages;
+  }
+};
 
 // Producer, one strip.
 template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, Ring<Isa, ResidentColumns>& columns) {
-  const Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
-  const int tiles = strip_tiles<Config>(task, args);
-  const bool resident = k_blocks <= ResidentColumns::kStages;
+MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
+                       Ring<Isa, typename Config::Columns>& columns) {
+  const Strip<Config> strip(task, kKind, rank, args);
+  const Task& tile = strip.tile;
   wait_ready<Isa>(tile, args);
   MOE_NO_UNROLL
-  for (int t = 0; t < tiles; ++t) {
+  for (int t = 0; t < strip.tiles; ++t) {
     MOE_NO_UNROLL
-    for (int kb = 0; kb < k_blocks; ++kb) {
+    for (int kb = 0; kb < strip.k_blocks; ++kb) {
       const int row = tile.row0 + 64 * kb;
-      if (t == 0 || !resident) {
+      if (t == 0 || !strip.resident) {
         Isa::barrier_wait(columns.empty(), columns.phase ^ 1);
-        Isa::barrier_expect_bytes(columns.full(), ResidentColumns::kStageBytes);
+        Isa::barrier_expect_bytes(columns.full(), Config::kColumnBytes);
         MOE_UNROLL
         for (int p = 0; p < Config::kPanelsB; ++p) {
           Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes, tile.n0 + 64 * p, row, 0, 0);
@@ -80,133 +95,187 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
       }
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
       Isa::barrier_expect_bytes(ring.full(), Config::kStageBytes);
-      const int column = tile.m0 + Config::kTileM * t + 64 * static_cast<int>(rank);
-      Isa::load_panel_both(&args.a, ring.full(), ring.data() + rank * kPanelBytes, column, row, tile.half, 0);
+      // Two panels, one brought by each block for both; or one, brought by each in turn.
+      const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
+      if (Config::kPanelsA == 2 || ring.index % 2 == rank) {
+        const int column = tile.m0 + Config::kTileM * t + 64 * static_cast<int>(panel);
+        Isa::load_panel_both(&args.a, ring.full(), ring.data() + panel * kPanelBytes, column, row, tile.half, 0);
+      }
       ring.advance();
     }
   }
 }
 
-// Consumer warpgroup, one strip.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void compute_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, Ring<Isa, ResidentColumns>& columns,
-                          Epilogue<Isa, Config, true>& epilogue) {
-  Task tile = block_tile<Config>(task, kKind, rank);
-  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
-  const int tiles = strip_tiles<Config>(task, args);
-  const bool resident = k_blocks <= ResidentColumns::kStages;
-  const bool live = tile.n0 < args.n_extent && k_blocks > 0;
-  auto release_columns = [&](uint32_t empty_bar) {
-    if (epilogue.lane == 0) Isa::barrier_arrive(empty_bar);
-  };
-  MOE_NO_UNROLL
-  for (int t = 0; t < tiles; ++t) {
-    float acc[Config::kAcc];
-    MOE_UNROLL
-    for (int i = 0; i < Config::kAcc; ++i) acc[i] = 0.0f;
-    Ring<Isa, ResidentColumns> at = columns;  // of this tile's K blocks
-    epilogue.wait_turn();
-    if (!resident || !live) epilogue.pass_turn();  // a long tile does not fit the ring, whose stages are given back by both
-    auto wait_stages = [&] {
-      Isa::barrier_wait(ring.full(), ring.phase);
-      if (t == 0 || !resident) Isa::barrier_wait(at.full(), at.phase);
-    };
-    auto give_back = [&](uint32_t empty, uint32_t empty_columns) {
-      Ring<Isa, Config>::release(empty);
-      if (!resident) release_columns(empty_columns);
-    };
-    if (live) {
-      uint32_t previous = 0, previous_columns = 0;
-      MOE_NO_UNROLL
-      for (int kb = 0; kb < k_blocks; ++kb) {
-        wait_stages();
-        const uint64_t desc_a = panel_descriptor(ring.data() + epilogue.consumer * kPanelBytes, true);
-        const uint64_t desc_b = panel_descriptor(at.data(), true);
-        Isa::mma_fence();
-        MOE_UNROLL
-        for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
-          Isa::template mma<Config::kTileN, true, true>(acc, desc_a + k16 * panel_k16_step(true), desc_b + k16 * panel_k16_step(true));
-        }
-        Isa::mma_commit();
-        if (kb > 0) {
-          Isa::template mma_wait<1>();  // the previous block's products have read their stages
-          give_back(previous, previous_columns);
-        }
-        previous = ring.empty();
-        previous_columns = at.empty();
-        ring.advance();
-        at.advance();
-      }
-      Isa::template mma_wait<0>();
-      give_back(previous, previous_columns);
-      if (resident) epilogue.pass_turn();
-    } else {
-      MOE_NO_UNROLL
-      for (int kb = 0; kb < k_blocks; ++kb) {
-        wait_stages();
-        Isa::warp_sync();  // no lane may give a stage back while another has yet to see it full
-        give_back(ring.empty(), at.empty());
-        ring.advance();
-        at.advance();
-      }
-    }
-    if (!resident) columns = at;
-    if (tile.n0 < args.n_extent) {
-      epilogue.write_wgrad(acc, tile, kKind, args);
-    } else {
-      epilogue.skip_wgrad();
-    }
-    tile.m0 += Config::kTileM;
-  }
-  if (resident) {
-    MOE_NO_UNROLL
-    for (int kb = 0; kb < k_blocks; ++kb) {
-      release_columns(columns.empty());
-      columns.advance();
-    }
-  }
-}
+// A consumer warpgroup. The order of products among the two is strict: a warpgroup that waits for its turn can't be two phases ahead
+// of a ring that the other one walks.
+template <Kind kKind, class Isa, class Config>
+struct ResidentConsumer {
+  using Rows = Ring<Isa, Config>;
+  using Columns = Ring<Isa, typename Config::Columns>;
+  uint32_t base;
+  uint32_t consumer;
+  uint32_t lane, row;  // row: of this thread in 64, of values 0 and 1; values 2 and 3 are 8 below
+  uint32_t tiles = 0;  // all, or without kSplit those of both warpgroups
+  uint32_t turns = 0;
+  float acc[Config::kOwnM][Config::kOwnN / 2];
 
-// Store warp of one consumer, one strip: the last 64 columns of every tile.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void store_strip(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles_done) {
-  const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
-  const int tiles = strip_tiles<Config>(task, args);
-  const bool one = Isa::lane_index() == 0;
-  MOE_NO_UNROLL
-  for (int t = 0; t < tiles; ++t) {
-    Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, 0), tiles_done & 1);
-    const int row = tile.m0 + Config::kTileM * t + 64 * static_cast<int>(consumer);
-    if (one && tile.n0 < args.n_extent) {
-      MOE_UNROLL
-      for (int p = 0; p < Config::kStagedPanels; ++p) {
-        const int column = tile.n0 + Config::kTileN + 32 * (p - Config::kStagedPanels);
-        Isa::store_panel(&args.out, staging_panel<Config>(shared_base, consumer, p), column, row, tile.half, tile.expert);
-      }
-      Isa::store_commit();
-      Isa::template store_wait_read<0>();
-    }
+  MOE_FN ResidentConsumer(uint32_t shared_base, uint32_t consumer_)
+      : base(shared_base), consumer(consumer_), lane(Isa::lane_index()), row(16 * (Isa::warp_index() % 4) + Isa::lane_index() / 4) {}
+
+  // lead: consumer 0 has issued its products; followed: consumer 1 has.
+  MOE_FN void wait_turn() {
+    Isa::barrier_wait(consumer == 0 ? followed_barrier<Config>(base) : lead_barrier<Config>(base), (turns & 1) ^ (consumer == 0 ? 1 : 0));
+    ++turns;
+  }
+  MOE_FN void pass_turn() const {
     Isa::warp_sync();
-    if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
-    ++tiles_done;
+    if (lane == 0) Isa::barrier_arrive(consumer == 0 ? lead_barrier<Config>(base) : followed_barrier<Config>(base));
   }
-  if (task.signal >= 0 && one) {
-    Isa::store_wait_done();
-    Isa::add_release(args.signals + task.signal, 1);
+
+  // A stage of A goes back to both blocks, of B to this one; one warpgroup counts for two where the other one does not use it.
+  static MOE_FN void release_rows(uint32_t empty) {
+    const uint32_t to = Isa::lane_index();
+    if (to < 2) Isa::barrier_arrive_cluster(empty, to, Config::kSplit ? 1 : 2);
   }
+  MOE_FN void release_columns(uint32_t empty, bool for_both) const {
+    if (lane < (for_both ? 2u : 1u)) Isa::barrier_arrive(empty);
+  }
+
+  // The products of one tile, which has K blocks. first: operand B has yet to be seen full; last: its stages go back.
+  MOE_FN void multiply(const Strip<Config>& strip, bool first, bool last, Rows& ring, Columns at) {
+    const bool for_both = !strip.resident && !Config::kSplit;
+    uint32_t previous = 0, previous_columns = 0;
+    auto give_back = [&] {
+      release_rows(previous);
+      if (last) release_columns(previous_columns, for_both);
+    };
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < strip.k_blocks; ++kb) {
+      if (first) Isa::barrier_wait(at.full(), at.phase);
+      Isa::barrier_wait(ring.full(), ring.phase);
+      const uint64_t desc_b = panel_descriptor(at.data() + (Config::kSplit ? consumer * (Config::kOwnN / 64) * kPanelBytes : 0), true);
+      Isa::mma_fence();
+      MOE_UNROLL
+      for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
+        MOE_UNROLL
+        for (int m = 0; m < Config::kOwnM; ++m) {
+          const uint64_t desc_a = panel_descriptor(ring.data() + m * kPanelBytes, true);
+          Isa::template mma<Config::kOwnN, true, true>(acc[m], desc_a + k16 * panel_k16_step(true), desc_b + k16 * panel_k16_step(true));
+        }
+      }
+      Isa::mma_commit();
+      if (kb > 0) {
+        Isa::template mma_wait<1>();  // the previous block's products have read their stages
+        give_back();
+      }
+      previous = ring.empty();
+      previous_columns = at.empty();
+      ring.advance();
+      at.advance();
+    }
+    if (strip.resident || !Config::kSplit) pass_turn();
+    Isa::template mma_wait<0>();
+    give_back();
+  }
+
+  // The stages of a tile whose columns lie past the end. No lane may give a stage back while another has yet to see it full.
+  MOE_FN void follow(const Strip<Config>& strip, bool first, bool last, Rows& ring, Columns at) {
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < strip.k_blocks; ++kb) {
+      if (first) Isa::barrier_wait(at.full(), at.phase);
+      Isa::barrier_wait(ring.full(), ring.phase);
+      Isa::warp_sync();
+      release_rows(ring.empty());
+      if (last) release_columns(at.empty(), !strip.resident && !Config::kSplit);
+      ring.advance();
+      at.advance();
+    }
+  }
+
+  template <class Arguments>
+  MOE_FN void run(const Task& task, const Arguments& args, uint32_t rank, Rows& ring, Columns& columns) {
+    const Strip<Config> strip(task, kKind, rank, args);
+    const bool live = strip.tile.n0 < args.n_extent;
+    const bool resident = strip.resident;
+    constexpr int kStep = Config::kSplit ? 1 : 2;
+    const int own = Config::kSplit ? 0 : static_cast<int>((tiles ^ consumer) & 1);  // this warpgroup's first tile
+    const int left_over = strip.tiles - own;  // <= 0: none
+    const int last_tile = left_over <= 0 ? -1 : own + (left_over - 1) / kStep * kStep;
+    if (!Config::kSplit) ring.skip(own * strip.k_blocks);
+    if (!Config::kSplit && !resident) columns.skip(own * strip.k_blocks);
+    MOE_NO_UNROLL
+    for (int t = own; t < strip.tiles; t += kStep) {
+      MOE_UNROLL
+      for (int m = 0; m < Config::kOwnM; ++m) {
+        MOE_UNROLL
+        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
+      }
+      const bool first = t == own || !resident, last = t == last_tile || !resident;
+      wait_turn();
+      // Both warpgroups give back the stages of a tile that they share; one that does not fit the ring is a matter of both at once.
+      if (Config::kSplit && !resident) pass_turn();
+      if (live && strip.k_blocks > 0) {
+        multiply(strip, first, last, ring, columns);
+      } else {
+        follow(strip, first, last, ring, columns);
+        if (!Config::kSplit || resident) pass_turn();
+      }
+      const int skipped = t + 1 < strip.tiles ? (kStep - 1) * strip.k_blocks : 0;  // the next tile is the other warpgroup's
+      if (!Config::kSplit) ring.skip(skipped);
+      if (!resident) columns.skip(strip.k_blocks + skipped);
+      if (live) write(strip.tile, t, args);
+    }
+    if (resident) {
+      if (last_tile < 0) {  // no tile of this strip: the stages of B are given back all the same
+        Columns at = columns;
+        MOE_NO_UNROLL
+        for (int kb = 0; kb < strip.k_blocks; ++kb) {
+          Isa::barrier_wait(at.full(), at.phase);
+          Isa::warp_sync();
+          release_columns(at.empty(), false);
+          at.advance();
+        }
+      }
+      columns.skip(strip.k_blocks);
+    }
+    tiles += static_cast<uint32_t>(strip.tiles);
+    if (task.signal >= 0) {
+      Isa::warp_sync();
+      if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, 0));
+    }
+  }
+
+  template <class Arguments>
+  MOE_FN void write(const Task& tile, int t, const Arguments& args) {
+    const int column = tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0);
+    MOE_UNROLL
+    for (int m = 0; m < Config::kOwnM; ++m) {
+      const int first = tile.m0 + Config::kTileM * t + 64 * m + static_cast<int>(row);
+      store_gradient<Isa, Config::kOwnN>(acc[m], tile, kKind, first, column, args);
+    }
+  }
+};
+
+// Store warp of one consumer, one strip: the consumers store themselves, so all it does is to say that they have.
+template <class Isa, class Config, class Arguments>
+MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& strips) {
+  if (task.signal < 0) return;
+  Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, 0), strips & 1);
+  ++strips;
+  if (Isa::lane_index() == 0) Isa::add_release(args.signals + task.signal, 1);
 }
 
 // The roles of a block that runs strips, for run_roles.
-template <Kind kKind, class Isa>
+template <Kind kKind, class Isa, class Config_>
 struct Resident {
-  using Config = ResidentConfig;
-  using Columns = Ring<Isa, ResidentColumns>;
+  using Config = Config_;
+  using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kCanGather = false;
 
-  static MOE_FN Columns columns(uint32_t base) { return Columns(base + ResidentColumns::kOffset); }
+  static MOE_FN Columns columns(uint32_t base) { return Columns(base + Config::kColumnsOffset); }
   static MOE_FN void init(uint32_t base) {
     Columns ring = columns(base);
-    for (int s = 0; s < ResidentColumns::kStages; ++s) {
+    for (int s = 0; s < Config::Columns::kStages; ++s) {
       Isa::barrier_init(ring.full(), 1);
       Isa::barrier_init(ring.empty(), Config::kConsumers * 4);
       ring.advance();
@@ -228,18 +297,15 @@ struct Resident {
   static MOE_FN void gather(const Batch&, uint32_t) {}
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
-    uint32_t tiles = 0;
-    each_task(batch, [&](const Task& task, const auto& args) { store_strip<kKind, Isa, Config>(task, args, base, consumer, tiles); });
-    if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
+    uint32_t strips = 0;
+    each_task(batch, [&](const Task& task, const auto& args) { signal_strip<Isa, Config>(task, args, base, consumer, strips); });
   }
   template <class Batch>
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    Epilogue<Isa, Config, true> epilogue(base, consumer);
-    each_task(batch, [&](const Task& task, const auto& args) {
-      compute_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b, epilogue);
-    });
+    ResidentConsumer<kKind, Isa, Config> state(base, consumer);
+    each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };
 

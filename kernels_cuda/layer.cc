@@ -71,8 +71,7 @@ bool gather_reaches(const LayerShape& s) { return 2 * s.tokens * s.d_model <= UI
 bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == kDown || kind == kDgradGateUp); }
 
 // The default: tokens on the N side where most experts fit one tile of them. A dispatch costs as much as T K D, gathering (in slower
-// products) as T K D F: they were measured to break even near F = 1900 (NOTES.md, v7). kWayResident has not run on a card yet, so it is no
-// default.
+// products) as T K D F: they were measured to break even near F = 1900 (NOTES.md, v7).
 Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
@@ -83,8 +82,16 @@ Way way_of(const LayerShape& s, Kind kind) {
 }
 
 bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
-bool resident(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayResident; }
-bool tokens_on_n(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayTokensN || way_of(s, kind) == kWayGatheredN; }
+
+Layout layout_of(const LayerShape& s, Kind kind, bool accumulate) {
+  switch (way_of(s, kind)) {
+    case kWayTokensN:
+    case kWayGatheredN: return Layout::kTokensN;
+    case kWayResident512: return accumulate ? Layout::kTokensM : Layout::kResident512;
+    case kWayResident128: return accumulate ? Layout::kTokensM : Layout::kResident128;
+    default: return Layout::kTokensM;
+  }
+}
 
 Status check_ways(const LayerShape& s) {
   for (int kind = 0; kind < kNumKinds; ++kind) {
@@ -109,21 +116,42 @@ int k_extent(const LayerShape& s, Kind kind) {
   return static_cast<int>(width ? s.width : s.d_model);
 }
 
-TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
-  TaskList list = {};
-  list.kind = kind;
-  list.m_extent = m_extent(s, kind);
-  list.n_extent = n_extent(s, kind);
-  list.skip_empty = skip_empty;
-  list.step_n = tile_columns(kind);
-  Tiling rows = list, tokens = list, strips = list;
-  rows.tile_m = 2 * kTileM, rows.pairs = Pairs::kRows;
-  tokens.tile_m = TokensNConfig::kTokens, tokens.pairs = Pairs::kColumns;
-  strips.tile_m = ResidentConfig::kStripTiles * kTileM, strips.pairs = Pairs::kColumns;
+Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
+  Tiling t = {};
+  t.kind = kind;
+  t.m_extent = m_extent(s, kind);
+  t.n_extent = n_extent(s, kind);
+  t.skip_empty = accumulate;
+  t.step_n = tile_columns(kind);
+  t.pairs = Pairs::kColumns;
+  auto strips = [&](auto config) {
+    using Config = decltype(config);
+    t.tile_m = Config::kStripTiles * Config::kTileM;
+    t.step_n = Config::kTileN;
+  };
+  switch (layout) {
+    case Layout::kTokensM: t.tile_m = 2 * kTileM, t.pairs = Pairs::kRows; break;
+    case Layout::kTokensN: t.tile_m = TokensNConfig::kTokens; break;
+    case Layout::kResident512: strips(ResidentWide{}); break;
+    case Layout::kResident128: strips(ResidentTall{}); break;
+  }
+  return t;
+}
+
+struct List : TaskList {
+  Layout layout;
+};
+
+List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumulate = false) {
+  List list = {};
+  list.layout = layout_of(s, kind, accumulate);
+  static_cast<Tiling&>(list) = tiling(s, kind, accumulate, list.layout);
   // The workspace does not depend on the way: the longest list of any.
-  int64_t longest = max_tasks(s, rows);
-  if (can_put_tokens_on_n(kind)) longest = std::max(longest, max_tasks(s, tokens));
-  static_cast<Tiling&>(list) = tokens_on_n(s, kind) ? tokens : resident(s, kind) && !skip_empty ? strips : rows;
+  int64_t longest = max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensM));
+  if (can_put_tokens_on_n(kind)) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensN)));
+  if (is_wgrad(kind)) {
+    for (Layout layout : {Layout::kResident512, Layout::kResident128}) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, layout)));
+  }
   list.tasks = workspace.take<Task>(longest);
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
@@ -139,10 +167,9 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
   return args;
 }
 
-Status run_gemm(const TaskList& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
+Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
-  const bool columns = list.pairs == Pairs::kColumns;
-  cudaError_t error = launch_gemm(list.kind, batch, stream, columns && !is_wgrad(list.kind), columns && is_wgrad(list.kind));
+  cudaError_t error = launch_gemm(list.kind, batch, stream, list.layout);
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 
@@ -150,7 +177,7 @@ struct ForwardMemory {
   uint16_t* x_MxD;
   uint16_t* h_MxF;
   uint16_t* y_MxD;
-  TaskList gate_up, down;
+  List gate_up, down;
 };
 
 ForwardMemory forward_memory(Workspace& workspace, const LayerShape& s) {
@@ -173,7 +200,7 @@ struct BackwardMemory {
   uint16_t* gate_up_2xMxF;
   uint16_t* dx_MxD;
   float* partial_CxM;
-  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
+  List gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
 };
 
 BackwardMemory backward_memory(Workspace& workspace, const LayerShape& s, bool recompute, bool accumulate) {
@@ -206,7 +233,8 @@ bool has_way(const LayerShape& s, int product, Way way) {
     case kWayDispatched: return true;
     case kWayGathered: return can_gather(kind) && gather_reaches(s);
     case kWayTokensN: return can_put_tokens_on_n(kind) && !scatters(s, kind);
-    case kWayResident: return is_wgrad(kind);
+    case kWayResident512:
+    case kWayResident128: return is_wgrad(kind);
     case kWayGatheredN: return can_gather(kind) && can_put_tokens_on_n(kind) && gather_reaches(s);
     default: return false;
   }

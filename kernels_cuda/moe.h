@@ -6,13 +6,13 @@
 // Layouts are row-major in the order of the suffix; BF16 data is passed as uint16_t*.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "activation.h"
+
+typedef struct CUstream_st* cudaStream_t;  // as in CUDA's headers, which host tests of layers do without
 
 namespace moe {
 
@@ -30,7 +30,9 @@ enum Way : uint8_t {
   kWayGathered,    // rows of tokens are read where they are
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
-  kWayResident,    // weight gradients: one operand stays in shared memory, for experts with few rows; not when accumulating
+  // Weight gradients, not when accumulating: so many columns of one operand stay in shared memory (gemm_resident.h).
+  kWayResident512,  // for experts with up to 192 rows
+  kWayResident128,  // up to 640
   kNumWays,
 };
 constexpr int kNumProducts = 6;  // gate_up, down, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up: Kind in task.h

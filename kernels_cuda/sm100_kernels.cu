@@ -1,8 +1,8 @@
 // The grouped GEMM kernels for Blackwell, sm_100f: one instantiation per kind, tile and (where it matters) activation form. Everything of
 // substance is in sm100_roles.h. Compiled and disassembled (tests/cuda/test_sm100_sass.py), never run on a GPU.
-#include "sm100_kernels.h"
-
 #include "isa/sm100.cuh"
+#include "kernel_check.h"
+#include "sm100_launch.h"
 #include "sm100_roles.h"
 
 namespace moe {
@@ -42,16 +42,19 @@ cudaError_t launch_activated(Sm100Tile tile, const Sm100Batch<CUtensorMap>& batc
 
 }  // namespace
 
-cudaError_t launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream) {
+Status launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream) {
+  static const char* kNames[kNumKinds] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  cudaError_t error = cudaErrorInvalidValue;
   switch (kind) {
-    case kGateUp: return launch_activated<kGateUp>(tile, batch, max_tasks, stream);
-    case kDown: return launch_tile<kDown, true>(tile, batch, max_tasks, stream);
-    case kDgradDown: return launch_activated<kDgradDown>(tile, batch, max_tasks, stream);
-    case kDgradGateUp: return launch_tile<kDgradGateUp, true>(tile, batch, max_tasks, stream);
-    case kWgradDown: return launch_tile<kWgradDown, true>(tile, batch, max_tasks, stream);
-    case kWgradGateUp: return launch_tile<kWgradGateUp, true>(tile, batch, max_tasks, stream);
-    default: return cudaErrorInvalidValue;
+    case kGateUp: error = launch_activated<kGateUp>(tile, batch, max_tasks, stream); break;
+    case kDown: error = launch_tile<kDown, true>(tile, batch, max_tasks, stream); break;
+    case kDgradDown: error = launch_activated<kDgradDown>(tile, batch, max_tasks, stream); break;
+    case kDgradGateUp: error = launch_tile<kDgradGateUp, true>(tile, batch, max_tasks, stream); break;
+    case kWgradDown: error = launch_tile<kWgradDown, true>(tile, batch, max_tasks, stream); break;
+    case kWgradGateUp: error = launch_tile<kWgradGateUp, true>(tile, batch, max_tasks, stream); break;
+    default: return {"there is no Blackwell program of kind " + std::to_string(static_cast<int>(kind))};
   }
+  return error == cudaSuccess ? Status{} : failed(kNames[kind], error);
 }
 
 }  // namespace moe

@@ -1,9 +1,6 @@
-// Host side of the Blackwell GEMMs: which tile programs are compiled, and their launch (sm100_kernels.cu). Their task lists are those of
-// task_list.h, with Pairs::kNone. Untested on hardware.
+// Which Blackwell tile programs are compiled. Their launch on the GPU: sm100_launch.h; on the host emulator:
+// tests/cuda/sm100_layer_host.cc. Their task lists are those of task_list.h, with Pairs::kNone. Untested on hardware.
 #pragma once
-
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include "sm100_config.h"
 
@@ -17,9 +14,5 @@ struct Sm100Tile {
 };
 MOE_HOST_FN constexpr int sm100_tile_m(Sm100Tile tile) { return 128 * tile.blocks; }
 constexpr int kSm100TileN = 256;
-
-// Launches a cluster per task of the list's capacity `max_tasks` (clusters beyond *batch.num_tasks have no work and are drained).
-// Returns the first CUDA error.
-cudaError_t launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<CUtensorMap>& batch, int max_tasks, cudaStream_t stream);
 
 }  // namespace moe

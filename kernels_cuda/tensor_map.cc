@@ -29,7 +29,7 @@ Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, co
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
     return {std::string(name) + " is not aligned to 16 bytes, which bulk tensor copies need"};
   }
-  const int size = element == Element::kE4m3 ? 1 : element == Element::kBf16 ? 2 : 4;
+  const int size = element_bytes(element);
   if (shape.inner * size % 16 != 0) {
     return {std::string(name) + " has rows of " + std::to_string(shape.inner) + " elements, must be a multiple of " +
             std::to_string(16 / size)};

@@ -7,14 +7,9 @@
 
 #include "isa/portable.h"
 #include "moe.h"
+#include "tensor_shape.h"
 
 namespace moe {
-
-enum class Element { kBf16, kFp32, kE4m3, kScaleAtom };
-
-struct TensorShape {
-  int64_t inner = 1, outer = 1, halves = 1, experts = 1;
-};
 
 Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape,
                          int box_rows = kPanelRows);

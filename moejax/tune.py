@@ -28,7 +28,6 @@ from moejax.native.calls import Operands, Rows
 from moejax.ops.schedule import schedule
 from moejax.ops.spec import MoESpec
 
-_UNPROVEN = {"resident"}  # has run on the host emulator only (kernels_cuda/NOTES.md, v10)
 _FORWARD = ("gate_up", "down")
 _BACKWARD = ("dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
 
@@ -54,7 +53,6 @@ def tune(
     for products, run in ((_FORWARD, forward), (_BACKWARD, backward)):
         for product in products:
             candidates = [ways.WAYS[way] for way in module.ways_of(ways.PRODUCTS.index(product), *entry.sizes())]
-            candidates = [way for way in candidates if way not in _UNPROVEN]
             if len(candidates) < 2:
                 continue
 

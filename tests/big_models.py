@@ -83,8 +83,7 @@ def check(config: Config, mesh: jax.sharding.Mesh) -> tuple[dict, str]:
     """
     started = time.monotonic()
     compiled = compile_step(config, mesh)
-    sharded = mesh.shape["fsdp"] > 1
-    copies = 2 if sharded and config.recipe == "bf16" else 0  # gate/up and down, each for all layers at once
+    copies = 2 if mesh.shape["fsdp"] > 1 else 0  # gate/up and down, each for all layers at once
     text = compiled.as_text()
     found = check_expert_parallel_step(text, mesh, width=config.moe.expert_width, copies=copies)
     memory = compiled.memory_analysis()

@@ -41,13 +41,13 @@ def test_a_step_exchanges_rows_and_reduces_once(mesh, recipe):
         ("qwen3-30b-a3b", "data=9,expert=8", "bf16"),
         ("qwen3-30b-a3b", "data=9,expert=8", "fp32"),
         ("qwen3-30b-a3b", "expert=64", "bf16"),
-        ("qwen3-30b-a3b", "fsdp=8,expert=8", "bf16"),
+        ("qwen3-30b-a3b", "fsdp=8,expert=8", "fp32"),
         ("deepseek-v3", "data=9,expert=8", "bf16"),
         ("deepseek-v3", "data=9,expert=8", "fp32"),
-        ("deepseek-v3", "expert=64", "bf16"),
+        ("deepseek-v3", "expert=64", "fp32"),
         ("kimi-k2", "data=9,expert=8", "bf16"),
         ("kimi-k2", "data=9,expert=8", "fp32"),
-        ("kimi-k2", "fsdp=4,expert=16", "bf16"),
+        ("kimi-k2", "fsdp=4,expert=16", "fp32"),
         ("kimi-k2", "data=3,fsdp=2,expert=12", "bf16"),
     ],
 )
@@ -59,3 +59,5 @@ def test_published_shapes_on_racks_of_64_and_72(shape, mesh, recipe):
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     assert found["exchanges"] >= 3 and found["expert_gathers_over_fsdp"] == (2 if "fsdp" in mesh else 0)
+    if recipe == "fp32":  # on a CPU: it holds BF16 products and their operands in FP32 too
+        assert found["estimated_temporary_bytes"] == pytest.approx(found["temporary_bytes"], rel=0.25)

@@ -54,6 +54,8 @@ def test_loops_of_the_step_neither_copy_nor_cast_expert_weights(backend):
     for shape in (f"{LAYERS},{E},2,{F},{D}", f"{LAYERS},{E},{D},{F}"):  # cast once per step, before the loops
         casts = re.findall(rf"= bf16\[{shape}\]\S* (?:convert|fusion|call)\(", entry)
         assert len(casts) == 1, (shape, casts)
+        copies = re.findall(rf"= f32\[{shape}\]\S* copy\(.*", entry)
+        assert copies == [], copies  # masters and moments are donated: the new ones are written over them
 
 
 @needs_native

@@ -21,104 +21,40 @@ import jax.extend.core
 from moejax.ops.gemms import scan_sizes
 
 # One value per element of the inputs, or a view of them: no buffer of their own unless somebody needs one.
-_FUSED = {
-    *("abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp"),
-    *(
-        "convert_element_type",
-        "copy",
-        "cos",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "exp",
-        "exp2",
-        "expand_dims",
-        "expm1",
-        "floor",
-    ),
-    *(
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "name",
-    ),
-    *("ne", "neg", "nextafter", "not", "or", "pad", "pcast", "pow", "population_count", "random_bits", "random_wrap"),
-    *(
-        "random_unwrap",
-        "rem",
-        "reduce_precision",
-        "reshape",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sharding_constraint",
-    ),
-    *(
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "slice",
-        "sqrt",
-        "square",
-        "squeeze",
-    ),
-    *(
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-        "optimization_barrier",
-        "pvary",
-        "reshard",
-        "mesh_cast",
-    ),
-    *("dynamic_slice", "reduced_vary_cast", "copy_p"),
-}
+_FUSED = set(
+    """
+    abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type copy
+    copy_p cos div dynamic_slice eq erf erf_inv exp exp2 expand_dims expm1 floor ge gt integer_pow iota
+    is_finite le log log1p logistic lt max mesh_cast min mul name ne neg nextafter not optimization_barrier or
+    pad pcast population_count pow pvary random_bits random_unwrap random_wrap reduce_precision
+    reduced_vary_cast rem reshape reshard rev round rsqrt select_n sharding_constraint shift_left
+    shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze stop_gradient sub tan tanh
+    transpose xor
+    """.split()
+)
 # They read their operands element by element, so that these may be fused into them.
 _REDUCERS = {f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "xor", "prod")} | {"argmax", "argmin"}
 _READERS = _FUSED | _REDUCERS | {"dynamic_update_slice", "concatenate", "get", "swap", "addupdate"}
-_CALLS = {
-    *("pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
-    *("custom_vjp_call_jaxpr", "shard_map", "custom_lin", "run_state", "remat_opt"),
-}
+_CALLS = set(
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_lin custom_vjp_call custom_vjp_call_jaxpr jit pjit
+    remat remat2 remat_opt run_state shard_map
+    """.split()
+)
 
 _LOOPS = ("scan", "while")
+_SUMS = ("psum", "psum_invariant")
 _EFFECTS = ("swap", "addupdate")
 # The same bytes under another shape or name.
-_VIEWS = {
-    *(
-        "copy",
-        "expand_dims",
-        "mesh_cast",
-        "name",
-        "pcast",
-        "pvary",
-        "reshape",
-        "reshard",
-        "sharding_constraint",
-        "squeeze",
-    ),
-    *("stop_gradient", "transpose"),
-}
+_VIEWS = set(
+    """
+    copy expand_dims mesh_cast name pcast pvary reshape reshard sharding_constraint squeeze stop_gradient
+    transpose
+    """.split()
+)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Step:
     """One operation after calls were opened: what it reads, what it makes."""
 
@@ -131,6 +67,37 @@ class _Step:
     @property
     def looks_at(self) -> list[Any]:
         return [value for number, value in enumerate(self.reads) if number not in self.unread]
+
+
+@dataclasses.dataclass
+class _Loop:
+    """What a scan or while takes: operands of a condition, constants of the body, what it carries, and slices of the rest."""
+
+    body: Any
+    reads: list[int]  # operands of the body
+    skipped: int  # operands of the loop before these
+    consts: int
+    count: int  # of carried values
+
+    @classmethod
+    def of(cls, step: _Step) -> "_Loop":
+        if step.name == "scan":
+            return cls(step.params["jaxpr"].jaxpr, step.reads, 0, *scan_sizes(step.params))
+        skipped, consts = step.params["cond_nconsts"], step.params["body_nconsts"]
+        reads = step.reads[skipped:]
+        return cls(step.params["body_jaxpr"].jaxpr, reads, skipped, consts, len(reads) - consts)
+
+    @property
+    def unchanged(self) -> dict[int, int]:
+        """Carried values, by number, that every turn hands on as they are, with the operand that they stay."""
+        found = _passed_on(self.body)
+        return {n: self.reads[n + self.consts] for n in range(self.count) if found.get(n) == n + self.consts}
+
+    @property
+    def changing(self) -> list[int]:
+        """Numbers of the operands of the body that are carried and change."""
+        unchanged = self.unchanged
+        return [n + self.consts for n in range(self.count) if n not in unchanged]
 
 
 @dataclasses.dataclass
@@ -185,15 +152,22 @@ def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
                 makes = run(inner, reads)
             else:
                 makes = [fresh(_made_bytes(var, eqn, reads, program)) for var in eqn.outvars]
-                if name in _REDUCERS and program.size[makes[0]] == program.size[reads[0]]:
-                    name = "reshape"  # over an axis of length 1
-                program.steps.append(_Step(name, reads, makes, eqn.params))
+                if name in _REDUCERS and program.size[makes[0]] == program.size[reads[0]] or _adds_axes_only(eqn):
+                    name = "reshape"  # over or to an axis of length 1
+                step = _Step(name, reads, list(makes), eqn.params)
+                if name in _LOOPS:
+                    unchanged = _Loop.of(step).unchanged
+                    step.makes = [value for number, value in enumerate(makes) if number not in unchanged]
+                    for number, operand in unchanged.items():
+                        makes[number] = operand
+                program.steps.append(step)
             known.update(zip(eqn.outvars, makes))
         return [read(atom) for atom in jaxpr.outvars]
 
     program.inputs = [fresh(size) for size in input_bytes]
     program.outputs = run(jaxpr, list(program.inputs))
     _prune(program)
+    _join_sums(program)
     return program
 
 
@@ -210,13 +184,52 @@ def _prune(program: _Program) -> None:
     program.steps = kept[::-1]
 
 
+def _join_sums(program: _Program) -> None:
+    """Makes one operation of sums over the same devices, as XLA does: all that they read and make is there at once."""
+    waiting: dict[Any, _Step] = {}
+    steps: list[_Step] = []
+    for step in program.steps:
+        read = set(step.looks_at)
+        for key, earlier in list(waiting.items()):
+            if not read.isdisjoint(earlier.makes):
+                del waiting[key]
+        if step.name in _SUMS:
+            key = (step.name, str(step.params.get("axes")), str(step.params.get("axis_index_groups")))
+            if (earlier := waiting.get(key)) is not None:
+                steps.remove(earlier)
+                step = dataclasses.replace(step, reads=earlier.reads + step.reads, makes=earlier.makes + step.makes)
+            waiting[key] = step
+        steps.append(step)
+    program.steps = steps
+
+
 def _unread(step: _Step) -> frozenset[int]:
     """Numbers of the operands that the body of a loop takes, but does not read."""
-    skipped = 0 if step.name == "scan" else step.params["cond_nconsts"]
-    body = step.params["jaxpr" if step.name == "scan" else "body_jaxpr"].jaxpr
-    opened = _open(body, [1] * len(body.invars))
+    loop = _Loop.of(step)
+    opened = _open(loop.body, [1] * len(loop.body.invars))
     read = {value for inner in opened.steps for value in inner.looks_at} | set(opened.outputs)
-    return frozenset(skipped + number for number, value in enumerate(opened.inputs) if value not in read)
+    return frozenset(loop.skipped + number for number, value in enumerate(opened.inputs) if value not in read)
+
+
+def _passed_on(jaxpr) -> dict[int, int]:
+    """Numbers of the outputs that are inputs, with the number of that input."""
+    origin = {var: number for number, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        inner = _called(eqn) if eqn.primitive.name in _CALLS else None
+        first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], jax.extend.core.Literal) else None
+        if first in origin and (eqn.primitive.name in _VIEWS - {"transpose"} or _adds_axes_only(eqn)):
+            origin[eqn.outvars[0]] = origin[first]
+        elif inner is not None and len(inner.invars) == len(eqn.invars):
+            for made, read in _passed_on(inner).items():
+                if not isinstance(atom := eqn.invars[read], jax.extend.core.Literal) and atom in origin:
+                    origin[eqn.outvars[made]] = origin[atom]
+    outputs = enumerate(jaxpr.outvars)
+    return {n: origin[var] for n, var in outputs if not isinstance(var, jax.extend.core.Literal) and var in origin}
+
+
+def _adds_axes_only(eqn) -> bool:
+    """Whether a broadcast repeats nothing."""
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size > 1
 
 
 def _resized(program: _Program, value: int, var, fresh) -> int:
@@ -264,7 +277,8 @@ def _walk(program: _Program, owned: set[int]) -> int:
         sources = {source for value in step.looks_at for source in made_from[value]}
         dying = {source for source in sources if source in mine and last[source] == number}
         made = [value for value in step.makes if value in wanted and value not in mine]
-        inner, reused = _inside(step, program, dying, made)
+        carried = {source for value in _carried(step) for source in made_from[value]} if step.name in _LOOPS else set()
+        inner, reused = _inside(step, program, dying, dying & carried, made)
         peak = max(peak, alive + inner)
         alive += sum(size[value] for value in made) - reused
         mine.update(made)
@@ -279,13 +293,16 @@ def _walk(program: _Program, owned: set[int]) -> int:
     return peak
 
 
-def _inside(step: _Step, program: _Program, dying: set[int], made: list[int]) -> tuple[int, int]:
-    """Extra bytes while `step` runs (what it makes included), and how many bytes of dying operands it writes over."""
+def _inside(step: _Step, program: _Program, dying: set[int], carried: set[int], made: list[int]) -> tuple[int, int]:
+    """Extra bytes while `step` runs (what it makes included), and how many bytes of dying operands it writes over.
+
+    `carried`: those of the dying that a loop carries on.
+    """
     size = program.size
     out = sum(size[value] for value in made)
     if step.name in _LOOPS:
         extra, carry = _loop(step, program)
-        reused = min(carry, sum(size[value] for value in dying & set(_carried(step))))
+        reused = min(carry, sum(size[value] for value in carried))
         return max(out, out - carry + extra) - reused, reused
     if step.name == "cond":
         return out + max((_branch(branch, step, program) for branch in step.params["branches"]), default=0), 0
@@ -300,29 +317,21 @@ def _inside(step: _Step, program: _Program, dying: set[int], made: list[int]) ->
 
 
 def _carried(step: _Step) -> list[int]:
-    if step.name == "scan":
-        first, count = scan_sizes(step.params)
-        return step.reads[first : first + count]
-    return step.reads[step.params["cond_nconsts"] + step.params["body_nconsts"] :]
+    loop = _Loop.of(step)
+    return [loop.reads[number] for number in loop.changing]
 
 
 def _loop(step: _Step, program: _Program) -> tuple[int, int]:
     """Peak inside one turn, its carry included, and the bytes of the carry."""
-    if step.name == "scan":
-        body, (consts, count) = step.params["jaxpr"], scan_sizes(step.params)
-        reads = step.reads
-    else:
-        body, consts = step.params["body_jaxpr"], step.params["body_nconsts"]
-        reads = step.reads[step.params["cond_nconsts"] :]
-        count = len(reads) - consts
+    loop = _Loop.of(step)
     sizes = []
-    for number, var in enumerate(body.jaxpr.invars):
-        known = program.size[reads[number]] if number < consts + count else 0
+    for number, var in enumerate(loop.body.invars):
+        known = program.size[loop.reads[number]] if number < loop.consts + loop.count else 0
         whole = _aval_bytes(var.aval)
         sizes.append(min(known, whole) if known else whole)
-    opened = _open(body.jaxpr, sizes)
-    carry = set(opened.inputs[consts : consts + count])
-    # A carry that comes back unchanged, or updated in place, is one buffer.
+    opened = _open(loop.body, sizes)
+    carry = {opened.inputs[number] for number in loop.changing}
+    # A carry that is updated in place is one buffer.
     return _walk(opened, carry), sum(opened.size[value] for value in carry)
 
 
@@ -339,11 +348,8 @@ def _materialised(program: _Program) -> set[int]:
     for step in program.steps:
         if step.name in _READERS:
             continue
-        carried = set(_carried(step)) if step.name in _LOOPS else set(step.reads)
         for value in step.looks_at:
-            # A loop computes a constant itself, rather than keep it outside.
-            if value in carried or not _is_constant(value, maker, program):
-                wanted.update(_buffer_of(value, maker))
+            wanted.update(_buffer_of(value, maker))
     for value in program.outputs:
         wanted.update(_buffer_of(value, maker))
     return wanted
@@ -356,16 +362,6 @@ def _buffer_of(value: int, maker: dict[int, _Step]) -> list[int]:
         value = step.reads[0]
         step = maker.get(value)
     return [value] if step is not None else []
-
-
-def _is_constant(value: int, maker: dict[int, _Step], program: _Program) -> bool:
-    """Whether a value is one number, or an iota, spread over a shape."""
-    step = maker.get(value)
-    while step is not None and step.name in _VIEWS:
-        step = maker.get(step.reads[0])
-    return step is not None and (
-        step.name == "iota" or step.name == "broadcast_in_dim" and all(program.size[read] <= 8 for read in step.reads)
-    )
 
 
 def _sources(program: _Program, wanted: set[int]) -> dict[int, frozenset[int]]:

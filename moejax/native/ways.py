@@ -23,7 +23,15 @@ PRODUCTS = (
     "wgrad_down",
     "wgrad_gate_up",
 )  # kernels_cuda/task.h: Kind
-WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n", "resident")  # kernels_cuda/moe.h: Way
+WAYS = (
+    "auto",
+    "dispatched",
+    "gathered",
+    "tokens_n",
+    "gathered_n",
+    "resident_512",
+    "resident_128",
+)  # kernels_cuda/moe.h: Way
 
 _SIZES = ("tokens", "top_k", "experts", "d_model", "width")
 _SHIPPED = pathlib.Path(__file__).with_name("ways.json")

@@ -170,11 +170,15 @@ def create_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> Train
 
 
 def apply_update(
-    state: TrainState, grads: Any, rate: jax.Array, optimizer: optax.GradientTransformation
+    state: TrainState,
+    grads: Any,
+    rate: jax.Array,
+    optimizer: optax.GradientTransformationExtraArgs,
+    accept: jax.Array | bool = True,
 ) -> tuple[Any, Any]:
-    """Params and optimizer state after one update with these (clipped) FP32 gradients."""
-    direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
+    """Params and optimizer state after one update with these (clipped) FP32 gradients; as they were unless `accept`."""
+    direction, opt_state = optimizer.update(grads, state.opt_state, state.params, accept=accept)
+    params = jax.tree.map(lambda p, d: jnp.where(accept, p - rate * d, p), state.params, direction)
     return params, opt_state
 
 

@@ -66,10 +66,12 @@ def make_step(skeleton: Skeleton, config: Config) -> Callable[[TrainState, Batch
             finite = jnp.isfinite(norm) & jnp.isfinite(loss + balance)
 
             rate = learning_rate(state.step, config.optimizer, config.training.steps)
-            params, opt_state = apply_update(state, grads, rate, optimizer)
-            router_bias = _next_bias(state.router_bias, stats, spec)
-            updated = TrainState(state.step + 1, params, opt_state, router_bias, state.rng)
-            state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            params, opt_state = apply_update(state, grads, rate, optimizer, accept=finite)
+            bias = _next_bias(state.router_bias, stats, spec)
+            number, router_bias = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (state.step + 1, bias), (state.step, state.router_bias)
+            )
+            state = TrainState(number, params, opt_state, router_bias, state.rng)
 
         metrics = {
             "loss": loss,

@@ -71,7 +71,7 @@ Tiling tiling_of(Kind kind, const Arguments& args, int tile_m, Pairs pairs) {
 }
 
 // How operand A is brought, which side the tokens are on, or what stays in shared memory.
-enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kResident };
+enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kResident512, kResident128, kStreamed128 };
 
 bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
 bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
@@ -95,11 +95,23 @@ void run(const Arguments& args, uint32_t seed) {
   run_list<TokensM<KindSet<kKind>, true, Host, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
 }
 
-// Weight gradients by strips, which here are one each; the expert of 200 rows streams, the one of 70 stays.
-template <Kind kKind>
+// Weight gradients by strips, which here are one each. The expert of 200 rows streams, but for the 128 columns that hold 640 rows; the
+// one of 70 stays.
+template <Kind kKind, class Shape>
 void run_resident(const Arguments& args, uint32_t seed) {
-  constexpr int kStripRows = ResidentConfig::kStripTiles * ResidentConfig::kTileM;
-  run_list<Resident<kKind, Host>>(tiling_of(kKind, args, kStripRows, Pairs::kColumns), args, seed);
+  Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileM, Pairs::kColumns);
+  tiling.step_n = Shape::kTileN;
+  run_list<Resident<kKind, Host, Shape>>(tiling, args, seed);
+}
+
+template <Kind kKind>
+void run_wgrad(Variant variant, const Arguments& args, uint32_t seed) {
+  switch (variant) {
+    case Variant::kResident512: return run_resident<kKind, ResidentWide>(args, seed);
+    case Variant::kResident128: return run_resident<kKind, ResidentTall>(args, seed);
+    case Variant::kStreamed128: return run_resident<kKind, ResidentConfig<128, 2>>(args, seed);
+    default: return run<kKind>(args, seed);
+  }
 }
 
 int failures = 0;
@@ -334,7 +346,7 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
   args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
   args.dw = dw.data();
   args.accumulate = accumulate;
-  variant == Variant::kResident ? run_resident<kKind>(args, seed) : run<kKind>(args, seed);
+  run_wgrad<kKind>(variant, args, seed);
   for (int e = 0; e < kExperts; ++e) {
     std::vector<double> got, want;
     for (int half = 0; half < halves; ++half) {
@@ -386,7 +398,7 @@ int main(int argc, char** argv) {
     std::vector<Variant> others;
     if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
     if (kind == "down" || kind == "dgrad_gate_up") others = {Variant::kTokensN};
-    if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident};
+    if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident512, Variant::kResident128, Variant::kStreamed128};
     for (Variant other : others) {
       if (run_kind(other) == bits) continue;
       std::printf("%s: variant %d gives other bits than dispatched rows on the M side\n", kind.c_str(), static_cast<int>(other));

@@ -12,7 +12,7 @@
 #include <cstdlib>
 
 #include "sm100_case.h"
-#include "sm100_kernels.h"
+#include "sm100_launch.h"
 #include "task_list.h"
 #include "tensor_map.h"
 
@@ -25,6 +25,11 @@ int failures = 0;
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::printf("{\"error\": \"%s: %s\"}\n", what, cudaGetErrorString(error));
+  std::exit(2);
+}
+void check(const Status& status) {
+  if (status.ok()) return;
+  std::printf("{\"error\": \"%s\"}\n", status.message.c_str());
   std::exit(2);
 }
 
@@ -53,11 +58,7 @@ void get(Buffer<T>& values, const T* from) {
 }
 
 void encode(CUtensorMap* map, const char* name, Element element, const void* address, TensorShape shape, int box_rows) {
-  const Status status = encode_tensor_map(map, name, element, address, shape, box_rows);
-  if (!status.ok()) {
-    std::printf("{\"error\": \"%s\"}\n", status.message.c_str());
-    std::exit(2);
-  }
+  check(encode_tensor_map(map, name, element, address, shape, box_rows));
 }
 
 void encode_operand(CUtensorMap* map, CUtensorMap* scales, const char* name, const Operand& o, Arena& arena, int box_rows) {
@@ -131,7 +132,7 @@ Results launch(const Case<kKind, Config>& c, const Results& from, float* millise
   batch.num_tasks = length;
   const Sm100Tile tile = {Config::kBlocks, Config::kMx};
   const int capacity = count + 5;  // clusters without work are drained
-  check(launch_sm100_gemm(kKind, tile, batch, capacity, nullptr), "launch");
+  check(launch_sm100_gemm(kKind, tile, batch, capacity, nullptr));
   check(cudaDeviceSynchronize(), "the kernel");
   if (milliseconds != nullptr) {
     cudaEvent_t begin, end;
@@ -139,7 +140,7 @@ Results launch(const Case<kKind, Config>& c, const Results& from, float* millise
     check(cudaEventCreate(&end), "event");
     constexpr int kRepeats = 20;
     check(cudaEventRecord(begin, nullptr), "event");
-    for (int i = 0; i < kRepeats; ++i) check(launch_sm100_gemm(kKind, tile, batch, count, nullptr), "launch");
+    for (int i = 0; i < kRepeats; ++i) check(launch_sm100_gemm(kKind, tile, batch, count, nullptr));
     check(cudaEventRecord(end, nullptr), "event");
     check(cudaEventSynchronize(end), "the kernels");
     check(cudaEventElapsedTime(milliseconds, begin, end), "event");

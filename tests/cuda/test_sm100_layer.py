@@ -1,0 +1,223 @@
+"""The whole Blackwell expert layer, forward and backward, on the host machine (sm100_layer_host.cc): the launches that the
+GPU would get, with the tile programs on the emulator. BF16 against FP64, token by token; MXFP8 against the numbers of the format
+computed in FP64, and against the `xla` backend in mode exact. Needs a C++ compiler, no GPU."""
+
+import ctypes
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moejax.config import ActivationConfig, RouterConfig
+from moejax.ops.moe import moe_ffn, prepare_experts
+from moejax.ops.schedule import schedule
+from moejax.ops.spec import MoESpec
+from tests import moe_oracle, mxfp8_oracle
+from tests.cuda.host_build import CXX, ROOT, build, emulator
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
+
+NAMES = ("y", "dx", "d_weight", "dw_gate_up", "dw_down")
+# Against FP64 of the same BF16 inputs: gate, up, h, d(gate, up) and slot rows are rounded to BF16 on the way.
+BF16_LIMIT = {"y": 4e-3, "dx": 5e-3, "d_weight": 5e-3, "dw_gate_up": 5e-3, "dw_down": 4e-3}
+# Against the same operands in FP64: equal bits in y and dx and 2e-7 in the others, unless a BF16 rounding falls across a tie, which is then
+# quantised to another element.
+MX_LIMIT = {"y": 5e-4, "dx": 5e-4, "d_weight": 5e-5, "dw_gate_up": 5e-5, "dw_down": 5e-5}
+
+
+@dataclasses.dataclass
+class Problem:
+    """Expert 1 has no token, expert 3 one, expert 2 more than a tile; some slots are masked. D != F, neither a tile's multiple."""
+
+    spec: MoESpec
+    x: np.ndarray
+    dy: np.ndarray
+    weight: np.ndarray
+    expert: np.ndarray
+    w_gate_up: np.ndarray
+    w_down: np.ndarray
+
+
+def problem(recipe, d_model, width, tokens=220, top_k=2, seed=3) -> Problem:
+    random = np.random.default_rng(seed)
+    experts = 5
+    expert = np.stack([random.permutation([0, 2, 4])[:top_k] for _ in range(tokens)]).astype(np.int32)
+    expert[random.random(tokens) < 0.6, 0] = 2
+    expert[:, 1:][expert[:, 1:] == expert[:, :1]] = 4
+    expert[:, 1:][expert[:, 1:] == expert[:, :1]] = 0
+    expert[17] = (3, -1)[:top_k]
+    expert[random.random(tokens) < 0.05] = -1
+    spec = MoESpec(experts, d_model, width, act=ActivationConfig(), recipe=recipe, backend="xla")
+    bf16 = lambda *shape: random.standard_normal(shape).astype(ml_dtypes.bfloat16)  # noqa: E731
+    return Problem(
+        spec.replace(router=RouterConfig(top_k=top_k)),
+        bf16(tokens, d_model),
+        bf16(tokens, d_model),
+        random.uniform(0.1, 1.0, expert.shape).astype(np.float32),
+        expert,
+        (random.standard_normal((experts, 2, width, d_model)) / d_model**0.5).astype(np.float32),
+        (random.standard_normal((experts, d_model, width)) / width**0.5).astype(np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def library():
+    program = build(*emulator(ROOT / "tests" / "cuda" / "sm100_layer_host.cc", ["-O1", "-fPIC", "-shared"]))
+    return ctypes.CDLL(str(program))
+
+
+def run(library, p: Problem, blocks=1, recompute=False, start=None, seed=0) -> dict[str, np.ndarray]:
+    """Results by name; `start`: weight gradients to continue from."""
+    plan = schedule(jnp.asarray(p.expert), p.spec)
+    indices = [np.array(leaf, np.int32) for leaf in (plan.count_E, plan.start_E, plan.row_TxK, plan.slot_M)]
+    tokens, top_k = p.expert.shape
+    E, D, F = p.w_down.shape
+    sizes = np.array([tokens, top_k, E, indices[3].size, D, F], np.int64)
+    y, dx = np.empty_like(p.x), np.empty_like(p.x)
+    d_weight = np.full_like(p.weight, np.nan)
+    dw = [
+        np.full_like(w, np.nan) if start is None else s.copy()
+        for w, s in zip((p.w_gate_up, p.w_down), start or (0, 0), strict=True)
+    ]
+    message = ctypes.create_string_buffer(500)
+    pointers = [p.x, p.weight, p.dy, *indices, p.w_gate_up, p.w_down, y, dx, d_weight, *dw]
+    flags = [p.spec.recipe == "mxfp8", blocks, recompute, start is not None]
+    status = library.sm100_layer(
+        sizes.ctypes.data_as(ctypes.c_void_p),
+        *(ctypes.c_int(int(flag)) for flag in flags),
+        ctypes.c_uint32(seed),
+        *(a.ctypes.data_as(ctypes.c_void_p) for a in pointers),
+        message,
+        ctypes.c_int(500),
+    )
+    assert status == 0, message.value.decode()
+    return dict(zip(NAMES, (y, dx, d_weight, *dw), strict=True))
+
+
+def relative(got, wanted) -> float:
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)) if wanted.any() else float(np.abs(got).max())
+
+
+def errors(got, wanted) -> dict[str, float]:
+    """Relative norm per tensor, the largest of any expert for weight gradients. Experts without rows must be exactly zero."""
+    found = {}
+    for name, right in zip(NAMES, wanted, strict=True):
+        pairs = zip(got[name], right, strict=True) if name.startswith("dw_") else [(got[name], right)]
+        found[name] = max(relative(a, b) for a, b in pairs)
+    return found
+
+
+def bf16_oracle(p: Problem):
+    rounded = [np.asarray(w.astype(ml_dtypes.bfloat16), np.float64) for w in (p.w_gate_up, p.w_down)]
+    E, D, F = p.w_down.shape
+    zeros = np.zeros((E, 2, F)), np.zeros((E, D))
+    inputs = p.x.astype(np.float64), p.weight, p.expert, *rounded, *zeros, p.dy.astype(np.float64)
+    y, dx, d_weight, dw_gate_up, dw_down, _, _ = moe_oracle.layer(*inputs, p.spec.act)
+    return y, dx, d_weight, dw_gate_up, dw_down
+
+
+def mx_oracle(p: Problem):
+    """MXFP8 by its definition: every operand quantised along its contraction, products in FP64, rounded where the contract rounds."""
+    round_trip, to_bf16 = mxfp8_oracle.round_trip, mxfp8_oracle.to_bf16
+    x, dy, weight = p.x.astype(np.float64), p.dy.astype(np.float64), p.weight.astype(np.float64)
+    y, dx, d_weight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)
+    dw_gate_up, dw_down = np.zeros(p.w_gate_up.shape), np.zeros(p.w_down.shape)
+    rows_y, rows_dx = {}, {}
+    for e in range(len(p.w_down)):
+        slots = np.argwhere(
+            p.expert == e
+        )  # token by token: the order of rows, in which blocks of 32 rows share a scale
+        if not len(slots):
+            continue
+        token, w = slots[:, 0], weight[slots[:, 0], slots[:, 1]]
+        gate, up = (to_bf16(round_trip(x[token]) @ round_trip(p.w_gate_up[e, i]).T) for i in range(2))
+        h, _, _ = moe_oracle.activation(gate, up, "swiglu")
+        h = to_bf16(h)
+        out = to_bf16(round_trip(h) @ round_trip(p.w_down[e]).T)
+        dh0 = round_trip(dy[token]) @ round_trip(p.w_down[e], 0)
+        _, slope_gate, slope_up = moe_oracle.activation(gate, up, "swiglu")
+        d_gate, d_up = (to_bf16(w[:, None] * dh0 * slope) for slope in (slope_gate, slope_up))
+        d_rows = sum(round_trip(d) @ round_trip(p.w_gate_up[e, i], 0) for i, d in enumerate((d_gate, d_up)))
+        x_columns = round_trip(x[token], 0)
+        dw_gate_up[e] = [round_trip(d, 0).T @ x_columns for d in (d_gate, d_up)]
+        dw_down[e] = round_trip(dy[token], 0).T @ round_trip(to_bf16(w[:, None] * h), 0)
+        d_weight[slots[:, 0], slots[:, 1]] = (h * dh0).sum(1)
+        for i, (t, k) in enumerate(slots):
+            rows_y[t, k], rows_dx[t, k] = out[i], to_bf16(d_rows[i])
+    for (t, k), row in rows_y.items():
+        y[t] += weight[t, k] * row
+        dx[t] += rows_dx[t, k]
+    return to_bf16(y), to_bf16(dx), d_weight, dw_gate_up, dw_down
+
+
+def xla(p: Problem):
+    @jax.jit
+    def gradients(x, weight, w_gate_up, w_down, dy):
+        experts = prepare_experts(w_gate_up, w_down, p.spec)
+        plan = schedule(jnp.asarray(p.expert), p.spec)
+        y, pull = jax.vjp(lambda *a: moe_ffn(a[0], a[1], plan, a[2], p.spec), x, weight, experts)
+        dx, d_weight, d_experts = pull(dy)
+        return y, dx, d_weight, d_experts.w_gate_up_Ex2xFxD, d_experts.w_down_ExDxF
+
+    return gradients(*(jnp.asarray(a) for a in (p.x, p.weight, p.w_gate_up, p.w_down, p.dy)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_bf16_layer_matches_fp64_token_by_token(library, blocks):
+    p = problem("bf16", 136, 208)
+    assert (p.expert == 2).sum() > 128 and (p.expert == 3).sum() == 1 and not (p.expert == 1).any()
+    found = errors(run(library, p, blocks), bf16_oracle(p))
+    print(found)
+    assert all(found[name] < BF16_LIMIT[name] for name in NAMES), found
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_mxfp8_layer_matches_the_numbers_of_the_format(library, blocks):
+    p = problem("mxfp8", 160, 224)
+    got = run(library, p, blocks)
+    found = errors(got, mx_oracle(p))
+    print(found)
+    assert all(found[name] < MX_LIMIT[name] for name in NAMES), found
+    found = errors(got, xla(p))
+    print(found)
+    assert all(found[name] < MX_LIMIT[name] for name in NAMES), found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_blocks_schedules_and_recomputing_change_no_bit(library, recipe):
+    p = problem(recipe, 160, 224, tokens=90)
+    wanted = run(library, p, 1)
+    for blocks, recompute, seed in ((2, False, 100), (1, True, 201), (2, True, 302)):
+        got = run(library, p, blocks, recompute, seed=seed)
+        for name in NAMES:
+            assert got[name].tobytes() == wanted[name].tobytes(), (name, blocks, recompute)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_weight_gradients_continue_and_leave_experts_without_rows_alone(library, recipe):
+    p = problem(recipe, 96, 160, tokens=60)
+    once = run(library, p)
+    random = np.random.default_rng(0)
+    start = [random.standard_normal(once[name].shape).astype(np.float32) for name in ("dw_gate_up", "dw_down")]
+    continued = run(library, p, start=start)
+    for s, name in zip(start, ("dw_gate_up", "dw_down"), strict=True):
+        assert continued[name][1].tobytes() == s[1].tobytes()  # expert 1 has no row
+        np.testing.assert_array_equal(continued[name], (s + once[name]).astype(np.float32))
+
+
+def test_one_expert_per_token_and_no_tokens_at_all(library):
+    p = problem("mxfp8", 96, 160, tokens=70, top_k=1)
+    found = errors(run(library, p), mx_oracle(p))
+    assert all(found[name] < MX_LIMIT[name] for name in NAMES), found
+    p.expert[:] = -1
+    got = run(library, p, 2)
+    assert not any(np.asarray(got[name], np.float32).any() for name in NAMES)
+
+
+def test_shapes_that_do_not_fit_are_refused_by_name(library):
+    with pytest.raises(AssertionError, match="width is 200, must be a positive multiple of 16"):
+        run(library, problem("bf16", 96, 200, tokens=20))
