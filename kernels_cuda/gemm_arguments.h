@@ -44,12 +44,14 @@ struct GemmArguments : ProductArguments<TensorMap> {
 };
 
 // What a launch works on: one task list, and the arguments of every kind in it.
-template <class TensorMap, int kCount>
-struct GemmBatch {
-  GemmArguments<TensorMap> kinds[kCount];
+template <class Arguments, int kCount>
+struct Batch {
+  Arguments kinds[kCount];
   const Task* tasks;
   const int* num_tasks;
 };
+template <class TensorMap, int kCount>
+using GemmBatch = Batch<GemmArguments<TensorMap>, kCount>;
 
 // Where a quantising epilogue writes: E4M3 elements in the layout of the source, and scale codes as tcgen05 reads them
 // (mx::interleaved_offset), one table per matrix.

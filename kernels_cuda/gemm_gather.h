@@ -1,11 +1,13 @@
-// The gathering warp: brings rows of tokens (operand A of kGateUp) straight from x into the ring, so that no dispatched copy of them
-// is needed. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four rows of 128 bytes an
-// instruction, into the same swizzled panels. gemm_ring.h says how stages are counted, gemm_roles.h what happens to the rest.
+// Rows of tokens, read and written where they are. The gathering warp brings rows of tokens (operand A of kGateUp) straight from x into the
+// ring, so that no dispatched copy of them is needed; with one expert per token a store warp scatters rows of y or dx to their tokens. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four rows of 128 bytes an
+// instruction, into the same swizzled panels. mma_sm90.h says how stages are counted, and what happens to the rest.
 #pragma once
 
 #include "gemm_ring.h"
 
 namespace moe {
+
+constexpr uint32_t kGatherLanes = 32;  // lanes of the gathering warp
 
 // The part of an instruction that depends on the lane alone: it copies piece lane % 8 of row 4 i + lane / 8 in instruction i.
 template <class Isa>
@@ -91,7 +93,31 @@ MOE_FN void gather_task(const Task& task, const Arguments& args, uint32_t rank, 
     if (is_wgrad(kKind) && args.accumulate) follow(Config::kColumns64, ring);
     follow(k_blocks, ring);
   }
-  follow(drain_stages<Config>(kKind), ring);
+  follow(Config::drain_stages(kKind), ring);
+}
+
+// One warp writes a BF16 panel to the tokens of its rows: 16 bytes a lane, full 128-byte lines. Lane l holds the tokens of rows l and
+// l + 32, -1 for padding.
+template <class Isa, class Arguments>
+MOE_FN void scatter_panel(const Arguments& args, const int (&tokens)[2], int column, uint32_t panel) {
+  const uint32_t lane = Isa::lane_index();
+  const int at = column + static_cast<int>(lane % 8) * 8;
+  MOE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    MOE_NO_UNROLL
+    for (int part = 0; part < 32; part += 16) {
+      typename Isa::Vector values[4];
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) values[i] = Isa::load_vector(panel + panel_offset(32 * half + part + 4 * i + lane / 8, lane % 8));
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int token = Isa::shuffle(tokens[half], part + 4 * i + lane / 8);
+        if (token >= 0 && at < args.n_extent) {
+          Isa::store_vector(args.scatter + 2 * (static_cast<int64_t>(token) * args.n_extent + at), values[i]);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace moe

@@ -1,11 +1,11 @@
 // The grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form.
-// Everything of substance is in gemm_roles.h, gemm_tokens_n.h and gemm_resident.h.
+// Everything of substance is in mma_sm90.h, gemm_tokens_n.h and gemm_resident.h.
 #include "gemm_kernels.h"
 
 #include "gemm_resident.h"
-#include "gemm_roles.h"
 #include "gemm_tokens_n.h"
 #include "isa/sm90.cuh"
+#include "mma_sm90.h"
 
 namespace moe {
 namespace {

@@ -4,13 +4,13 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include "gemm_config.h"
+#include "gemm_arguments.h"
 
 namespace moe {
 
 // How the tasks of a list are laid out, and so which roles run them.
 enum class Layout : uint8_t {
-  kTokensM,      // gemm_roles.h
+  kTokensM,      // mma_sm90.h
   kTokensN,      // gemm_tokens_n.h; kinds that can
   kResident512,  // strips of gemm_resident.h; weight gradients that are overwritten
   kResident128,

@@ -78,7 +78,7 @@ MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank
   constexpr bool kMnA = mn_major_a<Config>(kKind), kMnB = mn_major_b<Config>(kKind);
   constexpr int kPerRow = kPanelRowBytes / Config::kElementBytes;  // elements in a 128-byte row
   constexpr int kDeep = Config::kBlockK / kPanelRows;              // MN-major: boxes along K in a stage
-  constexpr int kBoxesA = Config::kRowsA / kPanelRows;
+  constexpr int kBoxesA = Config::kTileM / kPanelRows;
   constexpr int kBoxRowsB = kMnB ? kPanelRows : Config::kBoxRowsB;
   constexpr int kBoxesB = Config::kRowsB / kBoxRowsB;              // of this block
   const int half_blocks = half_k_blocks<kKind, Config>(tile, args);
@@ -94,10 +94,13 @@ MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank
     const KBlock block = k_block<kKind, Config>(tile, kb, half_blocks);
     if (Config::kBlocks == 1 || rank == 0) Isa::barrier_expect_bytes(full, Config::kBlocks * bytes);
     auto load = [&](const auto* map, uint32_t dst, const Box& box, bool both) {
-      if constexpr (Config::kMulticast) {
-        if (both) return Isa::load_panel_both(map, full, dst, box.inner, box.outer, box.half, box.expert);
+      if constexpr (!Config::kMulticast) {
+        Isa::template load_box<Config::kBlocks>(map, full, dst, box.inner, box.outer, box.half, box.expert);
+      } else if (both) {
+        Isa::load_panel_both(map, full, dst, box.inner, box.outer, box.half, box.expert);
+      } else {
+        Isa::load_panel(map, full, dst, box.inner, box.outer, box.half, box.expert);
       }
-      Isa::template load_box<Config::kBlocks>(map, full, dst, box.inner, box.outer, box.half, box.expert);
     };
     auto load_a = [&](int p, bool both) {
       const Box box = box_a<kKind, Config>(tile, block, kMnA ? p / kDeep * kPerRow : kPanelRows * p, kMnA ? p % kDeep * kPanelRows : 0);
@@ -123,7 +126,7 @@ MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank
       for (int p = 0; p < kBoxesB / 2; ++p) load_b(static_cast<int>(rank) * (kBoxesB / 2) + p, true);
     }
     if constexpr (Config::kScaleAtoms > 0) {
-      load_scales<kKind, Isa, Config>(tile, args, block, full, ring.base + Config::kScaleOffset + ring.index * Config::kScaleStageBytes);
+      load_scales<kKind, Isa, Config>(tile, args, block, full, ring.base + Config::kScaleOffset + ring.stage * Config::kScaleStageBytes);
     }
     ring.advance();
   }

@@ -1,14 +1,14 @@
 // Weight gradients with one operand at rest. A block keeps kColumns columns of operand B, for all rows of an expert, in shared memory and
 // walks down a strip of row tiles, for which only columns of operand A arrive, shared with the other block of the cluster. Such a
 // product is mostly stores, and what its loads take of L2 and memory is missing for them; and one warpgroup multiplies while the other
-// one stores. An expert with more rows than fit streams both operands through the same rings. The sums are those of gemm_roles.h, bit
+// one stores. An expert with more rows than fit streams both operands through the same rings. The sums are those of mma_sm90.h, bit
 // for bit.
 //
 // 512 columns, for experts with up to 192 rows: tiles of 64 rows, of which each warpgroup takes half of the columns. 128 columns, up to
 // 640 rows: tiles of 128 rows, which the warpgroups take in turn.
 #pragma once
 
-#include "gemm_epilogue.h"
+#include "mma_sm90.h"
 
 namespace moe {
 
@@ -19,7 +19,6 @@ struct ResidentConfig {
   static constexpr int kTileN = kColumns;
   static constexpr int kStripTiles = kSplit ? 32 : 16;
   static constexpr int kBlockK = 64;
-  static constexpr int kRowsA = kTileM;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -30,7 +29,7 @@ struct ResidentConfig {
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
 
-  // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of gemm_config.h.
+  // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of mma_sm90.h.
   static constexpr int kStageBytes = kPanelsA * kPanelBytes;
   static constexpr int kStages = 4;
   static constexpr int kColumnsOffset = kStages * kStageBytes;
@@ -97,7 +96,7 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
       Isa::barrier_expect_bytes(ring.full(), Config::kStageBytes);
       // Two panels, one brought by each block for both; or one, brought by each in turn.
       const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
-      if (Config::kPanelsA == 2 || ring.index % 2 == rank) {
+      if (Config::kPanelsA == 2 || ring.stage % 2 == rank) {
         const int column = tile.m0 + Config::kTileM * t + 64 * static_cast<int>(panel);
         Isa::load_panel_both(&args.a, ring.full(), ring.data() + panel * kPanelBytes, column, row, tile.half, 0);
       }
@@ -271,6 +270,7 @@ struct Resident {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kCanGather = false;
+  static constexpr uint32_t kFullArrivals = 1;
 
   static MOE_FN Columns columns(uint32_t base) { return Columns(base + Config::kColumnsOffset); }
   static MOE_FN void init(uint32_t base) {

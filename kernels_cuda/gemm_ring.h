@@ -1,60 +1,32 @@
-// The ring of shared-memory stages that all roles of a block walk in step, and where things lie in shared memory.
+// The ring of shared-memory stages through which operands reach the products, and what a block needs to know to walk it: its own tile of
+// a task, and how many stages that is. On every architecture; phases persist across tasks.
 //
-// full[s]: one arrival (this block's producer, with the byte count), completed by bytes from this block's copies and the peer's
-// multicast; in kernels that can gather, one more by each lane of the gathering warp, on every stage; consumers wait. empty[s]: 4 warps x 2 consumers x 2 blocks arrive, because the peer's multicast also writes here; the
-// producer waits. Both blocks run the same number of stages for a task, so the rings stay in step; phases persist across tasks.
+// full[s]: the loader arrives with the number of bytes, which its copies (and a peer's) complete; whoever multiplies waits. empty[s]: those
+// who have read the stage arrive; the loader waits. How many arrive on which block's barrier is the MMA role's business (mma_sm90.h,
+// mma_sm100.h).
 #pragma once
 
-#include "gemm_config.h"
+#include "isa/portable.h"
+#include "task.h"
 
 namespace moe {
-
-template <class Config>
-MOE_HOST_FN constexpr uint32_t written_barrier(uint32_t base, uint32_t consumer, int unit) {
-  return base + Config::kWrittenOffset + (consumer * Config::kMaxUnits + unit) * 8;
-}
-template <class Config>
-MOE_HOST_FN constexpr uint32_t credit_barrier(uint32_t base, uint32_t consumer) {
-  return base + Config::kCreditOffset + consumer * 8;
-}
-// lead: 4 warps of consumer 0 arrive once per tile of a weight gradient; consumer 1 waits before its products. followed: the 4 warps
-// of consumer 1 arrive once they have seen that; consumer 0 waits before its next arrival, which could otherwise be a phase ahead.
-template <class Config>
-MOE_HOST_FN constexpr uint32_t lead_barrier(uint32_t base) {
-  return base + Config::kLeadOffset;
-}
-template <class Config>
-MOE_HOST_FN constexpr uint32_t followed_barrier(uint32_t base) {
-  return base + Config::kLeadOffset + 8;
-}
-template <class Config>
-MOE_HOST_FN constexpr uint32_t staging_panel(uint32_t base, uint32_t consumer, int panel) {
-  return base + Config::kStagingOffset + (2 * consumer + panel) * kPanelBytes;
-}
-// Panel of a stage that belongs to one consumer in the epilogues.
-template <class Config>
-MOE_HOST_FN constexpr uint32_t slot_panel(uint32_t stage, uint32_t consumer, int panel) {
-  return stage + (Config::kSlotPanels * consumer + panel) * kPanelBytes;
-}
-
-constexpr uint32_t kGatherLanes = 32;  // lanes of the gathering warp
 
 // A position in a ring of kSize, with the parity of its current round.
 template <int kSize>
 struct RingPosition {
-  uint32_t index = 0;
+  uint32_t stage = 0;
   uint32_t phase = 0;
 
   MOE_FN void advance() {
-    if (++index == kSize) {
-      index = 0;
+    if (++stage == kSize) {
+      stage = 0;
       phase ^= 1;
     }
   }
   MOE_FN void skip(int steps) {
-    const uint32_t to = index + steps;
+    const uint32_t to = stage + steps;
     phase ^= (to / kSize) & 1;
-    index = to % kSize;
+    stage = to % kSize;
   }
 };
 
@@ -63,9 +35,9 @@ struct Ring : RingPosition<Config::kStages> {
   uint32_t base;
 
   MOE_FN explicit Ring(uint32_t shared_base) : base(shared_base) {}
-  MOE_FN uint32_t data() const { return base + this->index * Config::kStageBytes; }
-  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + this->index * 8; }
-  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + this->index) * 8; }
+  MOE_FN uint32_t data() const { return base + this->stage * Config::kStageBytes; }
+  MOE_FN uint32_t full() const { return base + Config::kBarrierOffset + this->stage * 8; }
+  MOE_FN uint32_t empty() const { return base + Config::kBarrierOffset + (Config::kStages + this->stage) * 8; }
   // One warp of a consumer gives a stage back to both producers of the cluster.
   static MOE_FN void release(uint32_t empty_bar) {
     uint32_t lane = Isa::lane_index();
@@ -89,10 +61,10 @@ template <class Config>
 MOE_FN Task block_tile(Task task, Kind kind, uint32_t rank) {
   if (task.pair == kPairM) {
     if (is_wgrad(kind)) {
-      task.m0 += Config::kRowsA * rank;
+      task.m0 += Config::kTileM * rank;
     } else {
-      task.row0 += Config::kRowsA * rank;
-      task.rows -= Config::kRowsA * rank;
+      task.row0 += Config::kTileM * rank;
+      task.rows -= Config::kTileM * rank;
     }
   } else {
     task.n0 += step_n<Config>(kind) * rank;
@@ -107,12 +79,6 @@ MOE_FN void wait_ready(const Task& task, const Arguments& args) {
   while (Isa::load_acquire(args.counters + task.wait) < args.targets[task.wait]) {
   }
   Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
-}
-
-// Stages of the ring that a tile's results pass through after its K blocks (kDgradDown: those that brought gate and up).
-template <class Config>
-MOE_HOST_FN constexpr int drain_stages(Kind kind) {
-  return kind == kDgradDown ? Config::kColumns64 : kind == kGateUp ? Config::kColumns64 / 2 : is_wgrad(kind) ? 0 : 1;
 }
 
 // Blocks of the contraction: of one half for kDgradGateUp, and of the whole task.

@@ -1,14 +1,13 @@
 // The grouped products with tokens on the N side: D = W X^T, 256 weight columns by up to 192 tokens. For experts with few rows: a block
 // multiplies the tokens there are, in steps of 32, and the weights are read once however many there are; row tiles of 128 would be
-// filled badly, and the two blocks of a cluster would wait for one another. The sums are those of gemm_roles.h, bit for bit: the same
+// filled badly, and the two blocks of a cluster would wait for one another. The sums are those of mma_sm90.h, bit for bit: the same
 // 16-wide steps along the same contraction.
 //
 // Two blocks of a cluster share the tokens and take neighbouring columns. Consumer c owns two blocks of 64 columns: for kGateUp 64
 // of gate and the same 64 of up, else columns 64 c and 128 + 64 c. Results leave through stages of the ring, 64 tokens each.
 #pragma once
 
-#include "gemm_gather.h"
-#include "gemm_load.h"
+#include "mma_sm90.h"
 
 namespace moe {
 
@@ -18,7 +17,6 @@ struct TokensNConfig {
   static constexpr int kTileM = kTokens;
   static constexpr int kBlockK = 64;
   static constexpr bool kOnlyKMajor = false;
-  static constexpr int kRowsA = kTokens;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileN / 64;
@@ -307,11 +305,12 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
   }
 }
 
-// The roles of a block that runs one kind with tokens on the N side (run_roles in gemm_roles.h).
+// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
 template <Kind kKind, bool kPlain, class Isa>
 struct TokensN {
   using Config = TokensNConfig;
   static constexpr bool kCanGather = can_gather(kKind);
+  static constexpr uint32_t kFullArrivals = 1 + (kCanGather ? kGatherLanes : 0);
   static MOE_FN void init(uint32_t) {}
 
   template <class Batch, class F>

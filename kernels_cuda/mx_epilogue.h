@@ -1,13 +1,13 @@
 // The gate/up epilogue whose h leaves in MXFP8: activation, rounding to BF16 and quantisation where h is produced. A tile has 128 columns of F,
-// and so one block of 1 x 128 per row, in one panel of 64 rows x 128 bytes per consumer. Read gemm_epilogue.h first.
+// and so one block of 1 x 128 per row, in one panel of 64 rows x 128 bytes per consumer. Read mma_sm90.h first.
 #pragma once
 
-#include "gemm_epilogue.h"
+#include "mma_sm90.h"
 #include "quantize_math.h"
 
 namespace moe {
 
-// h of a lane: pairs of BF16, [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in Epilogue::write_bf16.
+// h of a lane: pairs of BF16, [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in RegisterTile.
 using ActivationPairs = uint32_t[2][16];
 
 // Quantises 64 rows x 128 columns into `panel` and gives the codes of the lane's two rows, the same in all four lanes of a row.
@@ -22,11 +22,10 @@ MOE_FN void quantize_panel(const ActivationPairs& h, uint32_t panel, const Epilo
       uint32_t largest = 0;
       MOE_UNROLL
       for (int k = 0; k < 4; ++k) largest = Isa::max_pairs(largest, h[block / 2][8 * (block % 2) + 4 * (k / 2) + 2 * (k % 2) + half] & 0x7FFF7FFFu);
-      uint32_t amax = largest << 16 > (largest & 0xFFFF0000u) ? largest << 16 : largest & 0xFFFF0000u;
+      uint32_t amax = mx::larger(mx::magnitude_lo(largest), mx::magnitude_hi(largest));
       MOE_UNROLL
       for (uint32_t mask = 1; mask <= 2; mask *= 2) {  // the four lanes of a row
-        const uint32_t other = mx::bits_of(Isa::shuffle_xor(mx::float_of(amax), mask));
-        amax = amax > other ? amax : other;
+        amax = mx::larger(amax, mx::bits_of(Isa::shuffle_xor(mx::float_of(amax), mask)));
       }
       code[block] = mx::scale_code(amax);
       const uint32_t finite = code[block] == mx::kPoison ? 0 : code[block];
@@ -40,7 +39,7 @@ MOE_FN void quantize_panel(const ActivationPairs& h, uint32_t panel, const Epilo
       MOE_UNROLL
       for (int k = 0; k < 4; ++k) {
         const uint32_t pair = h[block / 2][8 * (block % 2) + 4 * (k / 2) + 2 * (k % 2) + half];
-        const uint32_t q = mx::pack_e4m3(Isa::mul(Isa::bf16_lo(pair), scale), Isa::mul(Isa::bf16_hi(pair), scale));
+        const uint32_t q = mx::quantize_pair<Isa>(pair, scale, scale);
         const uint32_t byte = 32 * block + 8 * k + 2 * (epilogue.lane % 4);
         Isa::store_short(panel + panel_offset(row, byte / 16) + byte % 16, mx::rebase_e4m3(q, factor));
       }
@@ -48,53 +47,34 @@ MOE_FN void quantize_panel(const ActivationPairs& h, uint32_t panel, const Epilo
   }
 }
 
-// Epilogue::write_gate_up with h in MXFP8. One stage per 64 columns of F: gate and up; the second one carries the panel of h as well.
-template <class Isa, class Config, bool kPlain, class Arguments, class RingType>
-MOE_FN void write_gate_up_mx(Epilogue<Isa, Config, kPlain>& epilogue, const float (&acc)[Config::kAcc], const Task& tile, int rows,
-                             const Arguments& args, RingType& ring) {
-  const bool live[2] = {epilogue.row_in_group() < rows, epilogue.row_in_group() + 8 < rows};
-  constexpr int kUp = Config::kAcc / 2;
+// The tile of kGateUp with h in MXFP8. One stage per 64 columns of F: gate and up; the second one carries the panel of h as well.
+template <class Isa, class Config>
+struct MxGateUpTile : RegisterTile<kGateUp, Isa, Config> {
+  using Base = RegisterTile<kGateUp, Isa, Config>;
   ActivationPairs h;
-  epilogue.begin_tile();
-  MOE_UNROLL
-  for (int chunk = 0; chunk < 2; ++chunk) {
-    Isa::barrier_wait(ring.full(), ring.phase);
+
+  template <class Arguments>
+  MOE_FN void put(const Arguments& args, int r, int column, int p, const uint32_t (&words)[4]) {
+    if (r < 2) return Base::put(args, r, column, p, words);
     MOE_UNROLL
-    for (int jj = 0; jj < 4; ++jj) {
-      uint32_t gate[4], up[4];
-      MOE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int at = 32 * chunk + 4 * (2 * jj + i / 2) + 2 * (i % 2);
-        gate[i] = live[i % 2] ? Isa::pack_bf16(acc[at], acc[at + 1]) : 0u;
-        up[i] = live[i % 2] ? Isa::pack_bf16(acc[kUp + at], acc[kUp + at + 1]) : 0u;
-      }
-      if (args.save_gate_up) {
-        Isa::store_matrices(epilogue.matrix_address(slot_panel<Config>(ring.data(), epilogue.consumer, 0), jj), gate);
-        Isa::store_matrices(epilogue.matrix_address(slot_panel<Config>(ring.data(), epilogue.consumer, 1), jj), up);
-      }
-      if (args.write_out) {
-        MOE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          h[chunk][4 * jj + i] =
-              Isa::pack_bf16(activation_forward<kPlain, Isa>(Isa::bf16_lo(gate[i]), Isa::bf16_lo(up[i]), args.act),
-                             activation_forward<kPlain, Isa>(Isa::bf16_hi(gate[i]), Isa::bf16_hi(up[i]), args.act));
-        }
-      }
-    }
-    if (chunk == 1 && args.write_out) {
+    for (int i = 0; i < 4; ++i) h[column / 64][4 * p + i] = words[i];
+  }
+  template <class Arguments>
+  MOE_FN void close(const Arguments& args, int column) {
+    const auto& tile = this->tile;
+    const auto& epilogue = this->epilogue;
+    if (column == 64 && args.write_out) {
       uint32_t common[2];
-      quantize_panel<Isa>(h, slot_panel<Config>(ring.data(), epilogue.consumer, 2), epilogue, common);
-      if (epilogue.lane % 4 == 0 && rows > 0 && tile.n0 < args.n_extent) {
-        uint8_t* codes = args.h_codes + (tile.n0 / 128) * args.num_rows + tile.row0 + 64 * static_cast<int>(epilogue.consumer) +
-                         epilogue.row_in_group();
+      quantize_panel<Isa>(h, slot_panel<Config>(this->ring.data(), epilogue.consumer, 2), epilogue, common);
+      if (epilogue.lane % 4 == 0 && this->rows > 0 && tile.n0 < args.n_extent) {
+        uint8_t* codes = args.h_codes + (tile.n0 / 128) * args.num_rows + this->row(0);
         codes[0] = static_cast<uint8_t>(common[0]);
         codes[8] = static_cast<uint8_t>(common[1]);
       }
     }
-    epilogue.finish_unit(chunk);
-    ring.advance();
+    Base::close(args, column);
   }
-}
+};
 
 // Store warp of one consumer, one kGateUp task whose h is in MXFP8; as store_task.
 template <class Isa, class Config, class Arguments>

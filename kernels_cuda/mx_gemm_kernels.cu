@@ -12,7 +12,7 @@ using Config = MxConfig<kGateUp>;  // the shape of all kinds
 template <Kind kKind, bool kPlain>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     mx_grouped_gemm(const __grid_constant__ MxBatch<CUtensorMap> batch) {
-  run_mx_block<kKind, kPlain, Sm90Mx, MxConfig<kKind>>(batch);
+  run_roles<MxRoles<kKind, kPlain, Sm90Mx>, Sm90Mx>(batch);
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
@@ -62,7 +62,7 @@ cudaError_t launch(const MxBatch<CUtensorMap>& batch, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStream_t stream) {
-  const bool plain = is_plain_swiglu(batch.args.act);
+  const bool plain = is_plain_swiglu(batch.kinds[0].act);
   switch (kind) {
     case kGateUp: return plain ? launch<kGateUp, true>(batch, stream) : launch<kGateUp, false>(batch, stream);
     case kDown: return launch<kDown, true>(batch, stream);

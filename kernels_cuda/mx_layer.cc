@@ -92,7 +92,7 @@ Status run_gemm(const TaskList& list, const MxArguments<CUtensorMap>& args, bool
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   cudaError_t error;
   if (fp8) {
-    error = launch_mx_gemm(list.kind, {args, list.tasks, list.num_tasks}, stream);
+    error = launch_mx_gemm(list.kind, {{args}, list.tasks, list.num_tasks}, stream);
   } else {
     const GemmArguments<CUtensorMap>& plain = args;
     error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream);

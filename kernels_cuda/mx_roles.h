@@ -1,6 +1,6 @@
-// The FP8 products of `aligned` MXFP8 on Hopper: producer and consumers of a GEMM block whose operands are E4M3 with one scale code per
-// 128 of the contraction. Ring, tasks, epilogues and store warps are those of the BF16 blocks (gemm_ring.h, gemm_epilogue.h), but for h, which leaves in
-// MXFP8 (mx_epilogue.h); read gemm_roles.h first. kernels: mx_gemm_kernels.cu.
+// The FP8 products of `aligned` MXFP8 on Hopper: consumers of a GEMM block whose operands are E4M3 with one scale code per
+// 128 of the contraction. Ring, tasks, loader, epilogues and store warps are those of the BF16 blocks (mma_sm90.h), but for h, which leaves in
+// MXFP8 (mx_epilogue.h). Kernels: mx_gemm_kernels.cu.
 //
 // A panel (64 rows of 128 bytes) holds 128 of K, so a stage carries as many bytes as in BF16 and twice the work. FP8 operands must be
 // K-major, so the weight gradients read transposed copies. The tensor core keeps about 14 bits of a sum: a K block is summed in 64
@@ -8,7 +8,6 @@
 // rounding. While a consumer does that, the other one has the tensor core.
 #pragma once
 
-#include "gemm_load.h"
 #include "mx_epilogue.h"
 
 namespace moe {
@@ -42,53 +41,7 @@ struct MxArguments : GemmArguments<TensorMap> {
 };
 
 template <class TensorMap>
-struct MxBatch {
-  MxArguments<TensorMap> args;
-  const Task* tasks;
-  const int* num_tasks;
-};
-
-// Producer, one task; as load_task of gemm_roles.h, with both operands K-major.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
-  const Task tile = block_tile<Config>(task, kKind, rank);
-
-  // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
-  auto load_chunks = [&] {
-    MOE_NO_UNROLL
-    for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
-      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), 4 * kPanelBytes);
-      MOE_UNROLL
-      for (int p = 0; p < 4; ++p) {
-        const int consumer = p / 2;
-        const uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
-        if (is_wgrad(kKind)) {
-          Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
-                          tile.expert);
-        } else {
-          Isa::load_panel(&args.gate_up, ring.full(), dst, tile.n0 + 64 * chunk, tile.row0 + 64 * consumer, p % 2, 0);
-        }
-      }
-      ring.advance();
-    }
-  };
-
-  if (is_wgrad(kKind) && args.accumulate) load_chunks();
-
-  // Rows past the first 64 are never multiplied when the expert has none there.
-  load_k_blocks<kKind, Isa>(tile, args, rank, !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, ring);
-  if (kKind == kDgradDown) {
-    load_chunks();
-  } else {
-    MOE_NO_UNROLL
-    for (int drain = 0; drain < drain_stages<Config>(kKind); ++drain) {  // lend stages to the consumers' results
-      Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_arrive(ring.full());
-      ring.advance();
-    }
-  }
-}
+using MxBatch = Batch<MxArguments<TensorMap>, 1>;
 
 // Sum of one K block over 128 columns (half of the tile's) into `block`, complete on return.
 template <class Isa, class Config>
@@ -233,7 +186,7 @@ MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const
 // Consumer warpgroup, one task: rows 64 * consumer .. + 63 of the tile.
 template <Kind kKind, bool kPlain, class Isa, class Config, class Arguments>
 MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
-                            Epilogue<Isa, Config, kPlain>& epilogue, Turns<Isa, Config>& turns) {
+                            Epilogue<Isa, Config>& epilogue, Turns<Isa, Config>& turns) {
   const Task tile = block_tile<Config>(task, kKind, rank);
   const int blocks = task_k_blocks<kKind, Config>(task, args);
   const int rows = tile.rows - 64 * static_cast<int>(epilogue.consumer);  // real rows of this warpgroup; <= 0: all padding
@@ -266,69 +219,62 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
     multiply_rows<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue, turns);
   }
 
-  if constexpr (kKind == kGateUp) {
-    write_gate_up_mx(epilogue, sum, tile, rows, args, ring);
-  } else if constexpr (kKind == kDgradDown) {
-    epilogue.write_dgrad_down(sum, tile, rows, args, ring);
-  } else if constexpr (is_wgrad(kKind)) {
+  if constexpr (is_wgrad(kKind)) {
     epilogue.write_wgrad(sum, tile, kKind, args);
+  } else if constexpr (kKind == kGateUp) {
+    MxGateUpTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, {}};
+    write_gate_up<kPlain, Isa>(results, args);
   } else {
-    epilogue.write_rows(sum, tile, rows, args, ring);
+    RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring};
+    write_tile<kKind, kPlain, Isa>(results, args);
   }
 }
 
-// A block: warp 0 loads, warps 1 and 2 store, warps 4 to 11 multiply.
-template <Kind kKind, bool kPlain, class Isa, class Config, class Batch>
-MOE_FN void run_mx_block(const Batch& batch) {
-  const uint32_t base = Isa::shared_base();
-  const uint32_t warp = Isa::warp_index();
-  if (warp == 0 && Isa::elect_one()) {
-    for (int s = 0; s < Config::kStages; ++s) {
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, 1);
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
-    }
-    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
-      for (int unit = 0; unit < Config::kMaxUnits; ++unit) Isa::barrier_init(written_barrier<Config>(base, consumer, unit), 4);
-      Isa::barrier_init(credit_barrier<Config>(base, consumer), 1);
-      Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);
-    }
-    Isa::barrier_init_fence();
+// The roles of a block with FP8 operands, for run_roles.
+template <Kind kKind, bool kPlain, class Isa>
+struct MxRoles {
+  using Config = MxConfig<kKind>;
+  static constexpr bool kCanGather = false;
+  static constexpr uint32_t kFullArrivals = 1;
+  static MOE_FN void init(uint32_t base) {
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);
   }
-  Isa::warp_sync();
-  Isa::cluster_sync();  // the peer's copies arrive on these barriers
 
-  Ring<Isa, Config> ring(base);
-  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-  if (warp < 4) {
-    Isa::template registers_shrink<Config::kProducerRegisters>();
-    if (warp == 0 && Isa::elect_one()) {
-      Isa::prefetch_map(&batch.args.a);
-      Isa::prefetch_map(&batch.args.b);
-      MOE_NO_UNROLL
-      for (Task task; stream.take(task);) load_mx_task<kKind, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring);
-    } else if (warp == 1 || warp == 2) {
-      uint32_t tiles = 0;
-      MOE_NO_UNROLL
-      for (Task task; stream.take(task);) {
-        if constexpr (kKind == kGateUp) {
-          store_gate_up_mx<Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
-        } else {
-          store_task<kKind, Isa, Config>(task, batch.args, base, warp - 1, tiles, ring);
-        }
-      }
-      if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
-    }
-  } else {
-    Isa::template registers_grow<Config::kConsumerRegisters>();
-    Epilogue<Isa, Config, kPlain> epilogue(base, warp / 4 - 1);
-    Turns<Isa, Config> turns(base, warp / 4 - 1);
+  template <class Batch, class F>
+  static MOE_FN void each_task(const Batch& batch, F f) {
+    TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
     MOE_NO_UNROLL
-    for (Task task; stream.take(task);) {
-      compute_mx_task<kKind, kPlain, Isa, Config>(task, batch.args, Isa::cluster_rank(), ring, epilogue, turns);
-    }
+    for (Task task; stream.take(task);) f(task, batch.kinds[0]);
   }
-  Isa::warp_sync();     // the lanes that had no role wait for the one that had
-  Isa::cluster_sync();  // a block must not exit while its peer still arrives on its barriers
-}
+  template <class Batch>
+  static MOE_FN void load(const Batch& batch, uint32_t base) {
+    Ring<Isa, Config> ring(base);
+    each_task(batch, [&](const Task& task, const auto& args) { load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+  }
+  template <class Batch>
+  static MOE_FN void gather(const Batch&, uint32_t) {}
+  template <class Batch>
+  static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
+    Ring<Isa, Config> ring(base);
+    uint32_t tiles = 0;
+    each_task(batch, [&](const Task& task, const auto& args) {
+      if constexpr (kKind == kGateUp) {
+        store_gate_up_mx(task, args, base, consumer, tiles, ring);
+      } else {
+        store_task<kKind>(task, args, base, consumer, tiles, ring);
+      }
+    });
+    if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
+  }
+  template <class Batch>
+  static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
+    Ring<Isa, Config> ring(base);
+    Epilogue<Isa, Config> epilogue(base, consumer);
+    Turns<Isa, Config> turns(base, consumer);
+    each_task(batch, [&](const Task& task, const auto& args) {
+      compute_mx_task<kKind, kPlain>(task, args, Isa::cluster_rank(), ring, epilogue, turns);
+    });
+  }
+};
 
 }  // namespace moe

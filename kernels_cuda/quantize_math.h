@@ -93,6 +93,61 @@ MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
 #endif
 }
 
+// --- packed pairs of BF16, for epilogues --------------------------------------------------------------------------------------------
+// Magnitudes of a pair as FP32 bits: integers order NaN > Inf > finite, subnormals kept.
+MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16; }
+MOE_HOST_FN uint32_t magnitude_hi(uint32_t pair) { return pair & 0x7FFF0000u; }
+MOE_HOST_FN uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// Two elements; the scales are reciprocal_scale of their blocks.
+template <class Isa>
+MOE_FN uint32_t quantize_pair(uint32_t pair, float scale_lo, float scale_hi) {
+  return pack_e4m3(Isa::mul(Isa::bf16_lo(pair), scale_lo), Isa::mul(Isa::bf16_hi(pair), scale_hi));
+}
+
+// 32 neighbouring values of a row under one scale; returns the code.
+template <class Isa>
+MOE_FN uint32_t quantize_row(const uint32_t (&pairs)[16], uint32_t (&bytes)[8]) {
+  uint32_t amax = 0;
+  MOE_UNROLL
+  for (int i = 0; i < 16; ++i) amax = larger(larger(amax, magnitude_lo(pairs[i])), magnitude_hi(pairs[i]));
+  const uint32_t code = scale_code(amax);
+  const float scale = reciprocal_scale(code);
+  MOE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    bytes[i] = quantize_pair<Isa>(pairs[2 * i], scale, scale) | quantize_pair<Isa>(pairs[2 * i + 1], scale, scale) << 16;
+  }
+  return code;
+}
+
+// The same values with blocks along a warp's 32 rows, a row per lane: each lane's bytes of its own row; returns, in lane l, the code of
+// column l.
+template <class Isa>
+MOE_FN uint32_t quantize_columns(const uint32_t (&pairs)[16], uint32_t (&bytes)[8]) {
+  uint32_t amax[32];
+  MOE_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    amax[2 * i] = magnitude_lo(pairs[i]);
+    amax[2 * i + 1] = magnitude_hi(pairs[i]);
+  }
+  Isa::warp_max(amax);
+  const uint32_t lane = Isa::lane_index();
+  uint32_t own = 0;
+  MOE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    float scale[4];
+    MOE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t code = scale_code(amax[4 * i + j]);
+      if (lane == static_cast<uint32_t>(4 * i + j)) own = code;
+      scale[j] = reciprocal_scale(code);
+    }
+    bytes[i] = quantize_pair<Isa>(pairs[2 * i], scale[0], scale[1]) | quantize_pair<Isa>(pairs[2 * i + 1], scale[2], scale[3]) << 16;
+  }
+  return own;
+}
+
+// --- re-basing ------------------------------------------------------------------------------------------------------------------
 // Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves. Below 2^-24 it is
 // 0: the largest element, 448, would round to zero from 2^-19 on. Of a poisoned block: anything, its elements stay NaN.
 MOE_HOST_FN uint32_t rebase_factor(uint32_t code, uint32_t common) {

@@ -1,9 +1,9 @@
 // The grouped GEMM kernels for Blackwell, sm_100f: one instantiation per kind, tile and (where it matters) activation form. Everything of
-// substance is in sm100_roles.h. Compiled and disassembled (tests/cuda/test_sm100_sass.py), never run on a GPU.
+// substance is in mma_sm100.h. Compiled and disassembled (tests/cuda/test_sm100_sass.py), never run on a GPU.
 #include "isa/sm100.cuh"
 #include "kernel_check.h"
 #include "sm100_launch.h"
-#include "sm100_roles.h"
+#include "mma_sm100.h"
 
 namespace moe {
 namespace {

@@ -2,7 +2,7 @@
 // tests/cuda/sm100_layer_host.cc. Their task lists are those of task_list.h, with Pairs::kNone. Untested on hardware.
 #pragma once
 
-#include "sm100_config.h"
+#include "gemm_arguments.h"
 
 namespace moe {
 

@@ -1,6 +1,6 @@
 // What the GEMM tile programs work on: a device-resident list of tasks. A task is the work of a cluster of two blocks on one tile
 // pair; nothing about it depends on grid indices, so lists of several kinds can be joined in one launch. The lists are built by
-// task_list.cu and read by gemm_roles.h.
+// task_list.cu and read through scheduler.h.
 #pragma once
 
 #include "isa/portable.h"
@@ -48,24 +48,6 @@ struct alignas(32) Task {
   int32_t signal;  // counter to advance once the stores are complete, or -1
 };
 static_assert(sizeof(Task) == 32, "a task is read as two 16-byte words");
-
-// The tasks of one cluster, in order. The next one is read while the current one is worked on: the read takes as long as a K block.
-struct TaskStream {
-  const Task* tasks;
-  int index, step, count;
-  Task next;
-
-  MOE_FN TaskStream(const Task* tasks_, int count_, int first, int step_) : tasks(tasks_), index(first), step(step_), count(count_) {
-    if (index < count) next = tasks[index];
-  }
-  MOE_FN bool take(Task& task) {
-    if (index >= count) return false;
-    task = next;
-    index += step;
-    if (index < count) next = tasks[index];
-    return true;
-  }
-};
 
 // The kinds that one kernel can run, as template arguments; `visit` calls f with the kind of a task as a type and its place in the
 // list of arguments.

@@ -9,11 +9,14 @@
 #define MOE_HOST_FN __host__ __device__ __forceinline__
 #define MOE_UNROLL _Pragma("unroll")
 #define MOE_NO_UNROLL _Pragma("unroll 1")
+#define MOE_PRAGMA(text) _Pragma(#text)
+#define MOE_UNROLL_BY(count) MOE_PRAGMA(unroll (count))
 #else
 #define MOE_FN inline
 #define MOE_HOST_FN inline
 #define MOE_UNROLL
 #define MOE_NO_UNROLL
+#define MOE_UNROLL_BY(count)
 #endif
 
 namespace moe {

@@ -77,11 +77,6 @@ struct Sm90 {
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
   }
-  template <int kBlocks>
-  static MOE_FN void load_box(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
-    static_assert(kBlocks == 1, "blocks of this architecture compute no tile together");
-    load_panel(map, bar, dst, c0, c1, c2, c3);
-  }
   // The same panel lands at the same shared address, and is counted on the same barrier, in both blocks of the cluster.
   static MOE_FN void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     asm volatile(

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "gemm_resident.h"
-#include "gemm_roles.h"
 #include "gemm_tokens_n.h"
 #include "host_tasks.h"
 #include "isa/host/host.h"
+#include "mma_sm90.h"
 
 namespace {
 

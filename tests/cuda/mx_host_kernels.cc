@@ -175,8 +175,8 @@ void run(const Arguments& args, uint32_t seed) {
   const Tiling tiling = {kKind, 2 * Config::kTileM, step, args.m_extent, args.n_extent, false, Pairs::kRows};
   const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
-  MxBatch<host::Map> batch = {args, tasks.data(), &count};
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_mx_block<kKind, true, HostMx, Config>(batch); });
+  MxBatch<host::Map> batch = {{args}, tasks.data(), &count};
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<MxRoles<kKind, true, HostMx>, HostMx>(batch); });
 }
 
 int failures = 0;

@@ -14,7 +14,7 @@
 
 #include "host_tasks.h"
 #include "isa/host/sm100_host.h"
-#include "sm100_roles.h"
+#include "mma_sm100.h"
 
 namespace sm100_test {
 
@@ -304,7 +304,7 @@ struct Case {
 
   Tiling tiling() const {
     const int m_extent = kKind == kWgradGateUp ? shape.f : shape.d;
-    return {kKind, Config::kTileM, step_n<Config>(kKind), m_extent, n_extent(), false, Pairs::kNone};
+    return {kKind, Config::kClusterM, step_n<Config>(kKind), m_extent, n_extent(), false, Pairs::kNone};
   }
   void make_tasks() {
     tasks = list_tasks(tiling(), shape.count, start);

@@ -7,7 +7,7 @@
 
 #include "host_launches.h"
 #include "isa/host/sm100_host.h"
-#include "sm100_roles.h"
+#include "mma_sm100.h"
 
 namespace moe {
 

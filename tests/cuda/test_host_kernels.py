@@ -39,7 +39,7 @@ MUTATIONS = {
         "",
     ),
     "stage given back before its products are done": (
-        "gemm_roles.h",
+        "mma_sm90.h",
         "Isa::template mma_wait<1>();  // the previous block's products have read their stage\n"
         "        Ring<Isa, Config>::release(previous_empty);",
         "Ring<Isa, Config>::release(previous_empty);",
@@ -58,7 +58,7 @@ MUTATIONS = {
         "emulator",
     ),
     "staging reused before it was stored": (
-        "gemm_epilogue.h",
+        "mma_sm90.h",
         "      Isa::template store_wait_read<0>();",
         "",
         "",

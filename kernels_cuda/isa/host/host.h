@@ -42,11 +42,6 @@ struct Host {
   static void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 1 << host::block());
   }
-  template <int kBlocks>
-  static void load_box(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
-    static_assert(kBlocks == 1, "blocks of this architecture compute no tile together");
-    load_panel(map, bar, dst, c0, c1, c2, c3);
-  }
   static void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 3);
   }
