@@ -54,6 +54,7 @@ NB_MODULE(_cuda, module) {
     handlers["moejax_cuda_mx_prepare"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxPrepare));
     handlers["moejax_cuda_mx_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxForward));
     handlers["moejax_cuda_mx_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxBackward));
+    handlers["moejax_cuda_mx_loss_counts"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxLossCounts));
     handlers["moejax_cuda_sm100_prepare"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Prepare));
     handlers["moejax_cuda_sm100_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Forward));
     handlers["moejax_cuda_sm100_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Backward));
