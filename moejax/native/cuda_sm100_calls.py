@@ -1,5 +1,5 @@
-"""FFI calls of the CUDA kernels for Blackwell (compute capability 10.x): the single-GPU expert layer in BF16 and exact MXFP8, tokens in,
-tokens out. Rules of a call: `calls.py`; the contract: `kernels_cuda/sm100_moe.h`.
+"""FFI calls of the CUDA kernels for Blackwell (compute capability 10.x): the single-GPU expert layer in BF16 and exact
+MXFP8, tokens in, tokens out. Rules of a call: `calls.py`; the contract: `kernels_cuda/sm100_moe.h`.
 
 None of it has run on such a GPU (docs/blackwell.md); `moejax/selftest.py` compares every tile configuration with the `xla` backend
 before a layer may use it.
@@ -74,7 +74,16 @@ def moe_forward(x_TxD, weight_TxK, rows: Rows, gate_up: MXWeight, down: MXWeight
 
 
 def moe_backward(
-    x_TxD, dy_TxD, weight_TxK, saved, rows: Rows, gate_up: MXWeight, down: MXWeight, accumulators, *, act: ActivationConfig
+    x_TxD,
+    dy_TxD,
+    weight_TxK,
+    saved,
+    rows: Rows,
+    gate_up: MXWeight,
+    down: MXWeight,
+    accumulators,
+    *,
+    act: ActivationConfig,
 ):
     """Gradients of `moe_forward`: dx (BF16), d_weight (FP32), dw_gate_up and dw_down (FP32).
 
