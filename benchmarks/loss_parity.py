@@ -8,8 +8,8 @@ Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per run), docs/<p
 
 At scale, on one H200, over several sessions (a run is a piece: what has to be kept of it are three small files):
         python -m benchmarks.parity_text --out text
-        python -m benchmarks.loss_parity --config benchmarks/loss-parity-306m.yaml --steps 768 --exact-seeds 0 --jobs 3 \
-          --checkpoint-every 0 --machine h200 --page loss-parity-306m data.source=text/text
+        python -m benchmarks.loss_parity --config benchmarks/loss-parity-307m.yaml --steps 768 --exact-seeds 0 --jobs 3 \
+          --checkpoint-every 0 --machine h200 --page loss-parity-307m data.source=text/text
 
 Each run is `train.py CONFIG` with another recipe and seed, on the same batches in the same order. A seed sets the
 initial weights, so runs of one seed start from the same FP32 masters, and the gap is a difference of pairs. `mxfp8` is
