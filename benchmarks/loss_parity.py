@@ -4,15 +4,22 @@ Run:    python -m benchmarks.loss_parity                   # every run that is m
         python -m benchmarks.loss_parity --minutes 9       # in pieces: saves and stops after 9 minutes; again continues
         python -m benchmarks.loss_parity --only mxfp8-1    # one run
         python -m benchmarks.loss_parity --report          # table and plot of the pairs that are finished
-Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per run), docs/loss-parity.md, docs/loss-parity.png
+Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per run), docs/<page>.md, docs/<page>.png
 
-Each run is `train.py configs/quickstart.yaml` with another recipe and seed, on the same batches in the same order. A
-seed sets the initial weights, so runs of one seed start from the same FP32 masters, and the gap is a difference of
-pairs. A short run shows that nothing is broken; it cannot show parity: on MoE models of a public size the state of the
-art is a gap of 0.05-0.2 % in held-out loss after tens of billions of tokens.
+At scale, on one H200, over several sessions (a run is a piece: what has to be kept of it are three small files):
+        python -m benchmarks.parity_text --out text
+        python -m benchmarks.loss_parity --config benchmarks/loss-parity-307m.yaml --steps 768 --exact-seeds 0 --jobs 3 \
+          --checkpoint-every 0 --machine h200 --page loss-parity-307m data.source=text/text
+
+Each run is `train.py CONFIG` with another recipe and seed, on the same batches in the same order. A seed sets the
+initial weights, so runs of one seed start from the same FP32 masters, and the gap is a difference of pairs. `mxfp8` is
+`moe.mx_mode` of the config on a CPU, `aligned` on a GPU; `exact` is the other mode, for the seeds that ask for it. A
+short run shows that nothing is broken; it cannot show parity: on MoE models of a public size the state of the art is a
+gap of 0.05-0.2 % in held-out loss after tens of billions of tokens.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import json
@@ -28,13 +35,14 @@ import time
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECIPES = ("bf16", "mxfp8")
+RECIPES = ("bf16", "mxfp8")  # a pair
+EXACT = "exact"  # mxfp8 in mode exact, beside some pairs
 SMOOTH = 20  # steps in the running mean of the plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run. `extra` are overrides that all runs of a comparison share."""
+    """One training run. `recipe` is one of RECIPES or EXACT; `extra` are overrides that all runs of a comparison share."""
 
     config: str
     recipe: str
@@ -42,6 +50,8 @@ class Run:
     steps: int
     extra: tuple[str, ...]
     root: pathlib.Path
+    checkpoint_every: int = 25
+    commit: str = "unknown"
 
     @property
     def name(self) -> str:
@@ -56,16 +66,25 @@ class Run:
 
     def overrides(self) -> list[str]:
         return [
-            f"recipe={self.recipe}",
+            f"recipe={'bf16' if self.recipe == 'bf16' else 'mxfp8'}",
+            *_mode(self.recipe),
             f"training.seed={self.seed}",
             f"training.steps={self.steps}",
             f"run_dir={self.folder}",
-            "checkpoint.every_steps=25",
+            f"checkpoint.every_steps={self.checkpoint_every}",
             "checkpoint.keep=1",
             "log.tensorboard=false",
             "log.sample_tokens=0",
             *self.extra,
         ]
+
+
+def _mode(recipe: str) -> list[str]:
+    if recipe == EXACT:
+        return ["moe.mx_mode=exact"]
+    import jax
+
+    return ["moe.mx_mode=aligned"] if recipe == "mxfp8" and jax.default_backend() == "gpu" else []
 
 
 def train(run: Run, seconds: float | None) -> bool:
@@ -90,7 +109,7 @@ def train(run: Run, seconds: float | None) -> bool:
     return False
 
 
-def report(runs: list[Run], machine: str) -> None:
+def report(runs: list[Run], machine: str, page: str) -> None:
     """Result lines, table and plot of the pairs that are finished.
 
     Raises:
@@ -105,17 +124,20 @@ def report(runs: list[Run], machine: str) -> None:
     pairs = {seed: {recipe: _result(finished[recipe, seed]) for recipe in RECIPES} for seed in seeds}
     path = ROOT / "benchmarks" / "results" / machine / "loss_parity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    exact = {seed: _result(finished[EXACT, seed]) for seed in seeds if (EXACT, seed) in finished}
     lines = [pairs[seed][recipe]["line"] for seed in seeds for recipe in RECIPES]
+    lines += [result["line"] for result in exact.values()]
     kept = [line for line in _read_lines(path) if not any(_same_run(line, new) for new in lines)]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept + lines), encoding="utf-8")
-    text = table(pairs, lines)
-    plot(pairs, ROOT / "docs" / "loss-parity.png")
-    (ROOT / "docs" / "loss-parity.md").write_text(text, encoding="utf-8")
-    print(f"{text}\nwrote {path.relative_to(ROOT)}, docs/loss-parity.md, docs/loss-parity.png")
+    missing = sorted(run.name for run in runs if not run.finished())
+    text = table(pairs, exact, lines, page, missing)
+    plot(pairs, exact, ROOT / "docs" / f"{page}.png")
+    (ROOT / "docs" / f"{page}.md").write_text(text, encoding="utf-8")
+    print(f"{text}\nwrote {path.relative_to(ROOT)}, docs/{page}.md, docs/{page}.png")
 
 
-def table(pairs: dict[int, dict], lines: list[dict]) -> str:
-    """The page `docs/loss-parity.md`."""
+def table(pairs: dict[int, dict], exact: dict[int, dict], lines: list[dict], page: str, missing: list[str]) -> str:
+    """The page `docs/<page>.md`."""
     first = lines[0]
     gaps = {key: [pairs[s]["mxfp8"]["line"][key] - pairs[s]["bf16"]["line"][key] for s in pairs] for key in _LOSSES}
     rows = [
@@ -133,6 +155,14 @@ def table(pairs: dict[int, dict], lines: list[dict]) -> str:
         f"* {title}: gap {_spread(gaps[key], '+')}; over seeds bf16 {spread[key]['bf16']}, mxfp8 {spread[key]['mxfp8']}.\n"
         for key, title in _LOSSES.items()
     )
+    others = "".join(
+        f"* mode exact, seed {seed}: {title} {result['line'][key]:.4f}, "
+        f"{result['line'][key] - pairs[seed]['bf16']['line'][key]:+.4f} from bf16 and "
+        f"{pairs[seed]['mxfp8']['line'][key] - result['line'][key]:+.4f} from there to aligned.\n"
+        for seed, result in exact.items()
+        for key, title in _LOSSES.items()
+    )
+    unfinished = f"\n**Not finished yet:** {', '.join(missing)}.\n" if missing else ""
     commits = ", ".join(sorted({line["commit"] for line in lines}))
     backends = ", ".join(sorted({f"{line['recipe']}: {line['backend']}" for line in lines}))
     seconds = max(line["seconds"] for line in lines)
@@ -149,16 +179,19 @@ the initial weights. Made by `python -m benchmarks.loss_parity` on {first["machi
 Losses are nats: per byte of held-out text, and per token as the mean of the last tenth of the steps. A gap is mxfp8 -
 bf16 of the same seed, positive where mxfp8 is worse. Mean ± standard deviation over {len(pairs)} seeds:
 
-{summary}
-![Loss of both recipes, and their difference, over the steps](loss-parity.png)
+{summary}{others}{unfinished}
+In both recipes the router, norms, softmax, the combine, all reductions, weight gradients, masters and the optimizer's state are
+FP32; embedding, attention, head and the residual stream are BF16. mxfp8 quantises the six products of the experts, all layers.
+
+![Loss of both recipes, and their difference, over the steps]({page}.png)
 
 This length shows whether something is broken, not parity: public MoE runs of tens of billions of tokens report gaps of
 0.05-0.2 % in held-out loss.
 """
 
 
-def plot(pairs: dict[int, dict], path: pathlib.Path) -> None:
-    """Training loss of every run, and the gap of each pair, as running means."""
+def plot(pairs: dict[int, dict], exact: dict[int, dict], path: pathlib.Path) -> None:
+    """Training loss of every pair, and its gap, as running means; the gap of mode exact, dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,6 +206,9 @@ def plot(pairs: dict[int, dict], path: pathlib.Path) -> None:
             steps = np.arange(len(curve)) + SMOOTH
             left.plot(steps, curve, color=colours[recipe], linewidth=1, label=recipe if i == 0 else None)
         right.plot(steps, smoothed[seed]["mxfp8"] - smoothed[seed]["bf16"], linewidth=1, label=f"seed {seed}")
+        if seed in exact:
+            gap = _running_mean(exact[seed]["loss"]) - smoothed[seed]["bf16"]
+            right.plot(steps, gap, linewidth=1, linestyle="--", label=f"seed {seed}, mode exact")
     right.axhline(0, color="black", linewidth=0.6)
     left.set(xlabel="step", ylabel=f"training loss, nats per token (mean of {SMOOTH} steps)")
     right.set(xlabel="step", ylabel="mxfp8 - bf16, nats per token")
@@ -223,7 +259,7 @@ def _note_conditions(run: Run) -> None:
     from moejax.ops.spec import moe_spec
 
     path = run.folder / "conditions.json"
-    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
+    commit = run.commit
     if path.exists():
         noted = json.loads(path.read_text())
         if commit not in noted["commit"].split("+"):
@@ -286,16 +322,22 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--runs", default="runs/loss-parity", help="folder of the run folders")
     parser.add_argument("--machine", default=f"cpu-{os.cpu_count()}core", help="folder under benchmarks/results")
+    parser.add_argument("--page", default="loss-parity", help="name of the page under docs/")
+    parser.add_argument("--exact-seeds", type=int, nargs="*", default=[], help="seeds that also run in mode exact")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--checkpoint-every", type=int, default=25, help="steps; 0: only at the end")
+    parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
     parser.add_argument("overrides", nargs="*", help="overrides for every run, for example moe.backend=xla")
     args = parser.parse_args()
 
     root = pathlib.Path(args.runs)
     root = (root if root.is_absolute() else ROOT / root) / f"{pathlib.Path(args.config).stem}-{args.steps}"
+    commit = args.commit or _git("rev-parse", "--short", "HEAD") or "unknown"
     # Seeds outermost: whatever the time allows, what is finished are whole pairs.
     runs = [
-        Run(args.config, recipe, seed, args.steps, tuple(args.overrides), root)
+        Run(args.config, recipe, seed, args.steps, tuple(args.overrides), root, args.checkpoint_every, commit)
         for seed in args.seeds
-        for recipe in RECIPES
+        for recipe in (*RECIPES, *([EXACT] if seed in args.exact_seeds else []))
     ]
     if args.steps <= SMOOTH:
         parser.error(f"--steps is {args.steps}; the plot's running mean needs more than {SMOOTH}")
@@ -303,14 +345,20 @@ def main() -> None:
     if unknown:
         parser.error(f"no run is called {', '.join(sorted(unknown))}; there are {', '.join(run.name for run in runs)}")
     deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-    for run in runs:
-        if args.report or run.finished() or (args.only and run.name not in args.only):
-            continue
-        left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
-        if not train(run, left):
-            print(f"{run.name} is not finished: the same command continues it")
+
+    def run_one(run: Run) -> bool:
+        left = None if deadline is None else deadline - time.monotonic()
+        return run.finished() or ((left is None or left > 1) and train(run, left))
+
+    if not args.report:
+        wanted = [run for run in runs if not args.only or run.name in args.only]
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            done = list(pool.map(run_one, wanted))
+        if not all(done):
+            unfinished = [run.name for run, finished in zip(wanted, done, strict=True) if not finished]
+            print(f"not finished: {', '.join(unfinished)}; the same command continues")
             return
-    report(runs, args.machine)
+    report(runs, args.machine, args.page)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ Status dequantize_aligned_rows(const LayerShape& shape, const Plan& plan, const 
                                int64_t halves, uint16_t* out, cudaStream_t stream);
 
 // MXStats of moejax/ops/mxfp8.py, added to `counts` (6 x uint64: elements, nonzero, underflowed, saturated, blocks, poisoned) for the
-// kMx row form of a source without gather. Integer sums: the order does not matter.
+// kMx row form of a source without gather, of any number of rows; those with a negative slot_M do not count. Integer sums: the order
+// does not matter.
 Status count_losses(const QuantizeSource& source, uint64_t* counts, cudaStream_t stream);
 
 }  // namespace moe

@@ -27,6 +27,7 @@ from moejax.nn.param import declare
 from moejax.nn.remat import remat
 from moejax.nn.stack import make_stack, split_stack
 from moejax.ops.experts import ExpertWeights
+from moejax.ops.mxfp8_rates import new_probe
 from moejax.ops.rope import rope_turns
 from moejax.ops.spec import MoESpec, moe_spec
 
@@ -150,6 +151,7 @@ class Decoder(nnx.Module):
         copies: Any = None,
         experts: tuple[ExpertWeights, ...] | None = None,
         accumulator: tuple[ExpertWeights, ...] | None = None,
+        probe: jax.Array | None = None,
     ):
         """Hidden states after the final norm; `ops.loss.cross_entropy` and `head_weight` make them a loss.
 
@@ -161,6 +163,7 @@ class Decoder(nnx.Module):
           experts: of `expert_stacks`: expert weights to read where they lie, instead of slices of the model's own, which
             then get no gradient.
           accumulator: FP32 buffers for their gradient, from `moe.new_accumulator`, one per stack; used as there.
+          probe: with `experts`, of `mx_probe`: its cotangent counts what recipe mxfp8 loses.
         Returns:
           hidden_BxLxD in the compute dtype, and `RouterStats` stacked over MoE layers (None without MoE layers); with
           `accumulator` it comes back as third.
@@ -174,19 +177,29 @@ class Decoder(nnx.Module):
         if self.dense_layers is not None:
             graphdef, state = nnx.split(self.dense_layers)
             x_BxLxD, _ = self._run(lambda x, xs: nnx.merge(graphdef, xs)(x, tokens), x_BxLxD, state)
-        stats, buffers = [], []
+        stats, buffers, first = [], [], 0
         for i, segment in enumerate(self._moe_segments(copies)):
             if experts is None:
                 x_BxLxD, segment_stats = self._run(_sliced(segment, tokens), x_BxLxD, segment.layers)
             else:
                 buffer = None if accumulator is None else accumulator[i]
-                body, layers = _in_place(segment, tokens, experts[i])
+                part = None if probe is None else probe[first : first + self.segments[i].layers]
+                body, layers = _in_place(segment, tokens, experts[i], part)
+                first += self.segments[i].layers
                 (x_BxLxD, buffer), segment_stats = self._run(body, (x_BxLxD, buffer), layers)
                 buffers.append(buffer)
             stats.append(segment_stats)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
         hidden_BxLxD = self.norm(x_BxLxD)
         return (hidden_BxLxD, joined) if accumulator is None else (hidden_BxLxD, joined, tuple(buffers))
+
+    @staticmethod
+    def splits_by_hand(config: Config) -> tuple[str, ...]:
+        """Mesh axes that a training step may split inside its `shard_map`: this model's modules know of `ops/hand_split.py`.
+
+        A norm over all heads together needs the sums of all of them, which nobody has there.
+        """
+        return ("context",) if config.model.qk_norm == "full" else ("context", "tensor")
 
     def head_weight(self) -> jax.Array:
         """FP32 w_VxD of the output head."""
@@ -207,6 +220,12 @@ class Decoder(nnx.Module):
         also works on `fsdp` shards of them.
         """
         return tuple(segment.block().moe.prepared(segment.spec) for segment in self._moe_segments(None))
+
+    def mx_probe(self) -> jax.Array | None:
+        """Zeros, one entry per MoE layer, if a layer's recipe is mxfp8 (`mxfp8_rates.new_probe`)."""
+        if all(segment.spec.recipe != "mxfp8" for segment in self.segments):
+            return None
+        return new_probe(sum(segment.layers for segment in self.segments))
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `length` positions of `batch` rows, in the compute dtype."""
@@ -295,7 +314,7 @@ def _sliced(segment: Layers, tokens: Tokens):
     return body
 
 
-def _in_place(segment: Layers, tokens: Tokens, stack: ExpertWeights):
+def _in_place(segment: Layers, tokens: Tokens, stack: ExpertWeights, probe: jax.Array | None):
     """Body of a loop over layers that read the experts of a whole stack by index, and what it runs over.
 
     The carry holds the accumulator, so that the backward pass, which runs the other way, adds to one buffer in turn.
@@ -306,14 +325,14 @@ def _in_place(segment: Layers, tokens: Tokens, stack: ExpertWeights):
 
     def body(carry, layer):
         x, buffer = carry
-        index, rest, table = layer
+        index, rest, table, probe = layer
         # The masters only complete the module; they are neither read nor cut.
         block = segment.block(nnx.merge_state(masters, rest))
         experts = stack.of_layer(index)
-        x, stats, *buffers = block(x, tokens, segment.spec, table, experts=experts, accumulator=buffer)
+        x, stats, *buffers = block(x, tokens, segment.spec, table, experts=experts, accumulator=buffer, probe=probe)
         return (x, buffers[0] if buffers else None), stats
 
-    return body, (index, rest, table)
+    return body, (index, rest, table, probe)
 
 
 def _vocab_size(config: Config) -> int:

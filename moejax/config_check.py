@@ -21,6 +21,7 @@ _UNIT = {
 
 _STEP_SEQUENCES = 2**20  # more would take minutes to put together, and no run wants them
 _STEP_TOKENS = 2**31 - 1  # counts of tokens are int32
+_LEAST_STALL = 10  # seconds
 
 
 def problems(config: Config) -> list[str]:
@@ -160,6 +161,11 @@ def _distributed(given: DistributedConfig) -> Iterator[str]:
         "distributed.process": given.process,
     }
     there = [f"{key}={value}" for key, value in values.items() if value is not None]
+    if 0 < given.stall_seconds < _LEAST_STALL:
+        yield (
+            f"distributed.stall_seconds is {given.stall_seconds}; expected at least {_LEAST_STALL}, or 0 for never: a loaded "
+            "machine may not run a thread for some seconds"
+        )
     if given.coordinator is None and given.processes is None and given.process is None:
         return
     for key in (key for key, value in values.items() if value is None):

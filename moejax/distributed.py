@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import jax
 
 from moejax.config import DistributedConfig
+from moejax.last_words import LastWords
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +233,13 @@ def _initialize(launch: Launch, config: DistributedConfig) -> None:
     # Our watchdog speaks first, with the rank and the step; the runtime's heartbeat is there for when it can't.
     heartbeat = min(config.stall_seconds + GRACE_SECONDS, _NEVER_SECONDS) if config.stall_seconds else _NEVER_SECONDS
     methods = {"config": "deactivate", "mpi4py": "mpi4py"}
-    # Left to itself JAX aborts with a stack trace when its time is over.
-    timer = threading.Timer(config.start_seconds, _give_up, (launch, config))
+    # JAX aborts with a stack trace, from a thread of its own, where another process has this one's number.
+    last_words = LastWords(
+        f"{_who(launch)} was aborted while it joined the job. Was another process started with the same number? Each needs "
+        "a distributed.process of its own"
+    )
+    # So it does when its time is over.
+    timer = threading.Timer(config.start_seconds, _give_up, (launch, config, last_words))
     timer.daemon = True
     timer.start()
     try:
@@ -251,14 +257,16 @@ def _initialize(launch: Launch, config: DistributedConfig) -> None:
         raise DistributedError(_start_error(launch, error)) from error
     finally:
         timer.cancel()
+        last_words.end()
     logger.info("process %d of %d, by %s", jax.process_index(), jax.process_count(), launch.source)
 
 
-def _give_up(launch: Launch, config: DistributedConfig) -> None:
+def _give_up(launch: Launch, config: DistributedConfig, last_words: LastWords) -> None:
     text = (
         f"{_who(launch)}: not all processes of the job were there within distributed.start_seconds={config.start_seconds}. "
-        "Were all started, with the same coordinator, and is its port free and open?"
+        "Were all started, each with a number of its own and all with the same coordinator, and is its port free and open?"
     )
+    last_words.end()
     print(f"error: {text}", file=sys.stderr, flush=True)
     os._exit(1)
 

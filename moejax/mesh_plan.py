@@ -93,7 +93,8 @@ def config_mesh(
     Args:
       devices: default: all devices of all processes. With `mesh.spares` the last ones of every 72 stay idle.
     Raises:
-      ValueError: as `make_mesh` and `check_axes`; or spares without whole racks, or that leave a process without a device.
+      ValueError: as `make_mesh`, `check_axes` and `check_racks`; or spares without whole racks, or that leave a process
+        without a device.
     """
     devices = everything = list(jax.devices() if devices is None else devices)
     if config.mesh.spares:
@@ -101,18 +102,48 @@ def config_mesh(
         _check_processes(everything, devices, config.mesh.spares)
     sizes = resolve_axes(config.mesh, len(devices), config.moe.num_experts)
     check_axes(config, sizes)
+    check_racks(sizes, config.mesh.spares)
     if len(devices) > 1 and jax.process_index() == 0:
         print(f"mesh {' '.join(f'{name}={size}' for name, size in sizes.items())} over {len(devices)} devices")
         print(axes_table(config, sizes))
     return make_mesh(config.mesh, config.moe.num_experts, devices, axis_type)
 
 
+def check_racks(sizes: Mapping[str, int], spares: int) -> None:
+    """Checks a mesh over racks with spare GPUs: `expert` and the axes inside it stay in a rack, where NVLink is.
+
+    Args:
+      sizes: devices per axis, as `resolve_axes` gives them.
+      spares: idle GPUs of each rack; 0: nothing is known of racks.
+    Raises:
+      ValueError: the devices are not those of whole racks, or groups of the expert axis would lie in two racks.
+    """
+    if not spares:
+        return
+    used, devices = RACK - spares, math.prod(sizes.values())
+    if devices % used:
+        raise ValueError(
+            f"mesh.spares={spares} leaves {used} of the {RACK} GPUs of each rack, but the mesh has {devices} devices: "
+            f"expected a multiple of {used}"
+        )
+    inner = [axis for axis in ("expert", "context", "tensor") if sizes[axis] > 1]
+    span = math.prod(sizes[axis] for axis in inner)
+    if used % span:
+        names = " x ".join(f"{axis}={sizes[axis]}" for axis in inner)
+        raise ValueError(
+            f"{names} = {span} neighbours do not divide the {used} GPUs that mesh.spares={spares} leaves of a rack: some "
+            f"would exchange rows with another rack. Use a divisor of {used}, or other spares"
+        )
+
+
 def without_spares(devices: Sequence[jax.Device], spares: int) -> list[jax.Device]:
     """The devices of whole racks, without the last `spares` of each.
 
     Raises:
-      ValueError: the device count is not a multiple of 72.
+      ValueError: the device count is not a multiple of 72, or nothing would be left of a rack.
     """
+    if not 0 <= spares < RACK:
+        raise ValueError(f"{spares} spares of a rack: expected 0 to {RACK - 1}")
     racks, rest = divmod(len(devices), RACK)
     if rest or not racks:
         raise ValueError(f"{len(devices)} devices are not whole racks of {RACK}: use make_mesh for other counts")
@@ -149,7 +180,12 @@ def rack_plans(num_experts: int, d_model: int | None = None, unit: int = 1, gpus
     Args:
       d_model: D; None: any `fsdp` fits.
       unit: what a share of D must be a multiple of: 32 in recipe mxfp8.
+    Raises:
+      ValueError: a number that must be positive is not.
     """
+    for name, value in (("num_experts", num_experts), ("d_model", d_model), ("unit", unit), ("gpus", gpus)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: expected a positive number")
     plans = []
     for expert in (size for size in range(gpus, 0, -1) if num_experts % size == 0):
         fits = [f for f in range(1, gpus // expert + 1) if d_model is None or d_model % (f * unit) == 0 or f == 1]
@@ -168,9 +204,12 @@ def choose_rack_plan(
     """The plan `nvl72_mesh` uses, and why: a sentence and a table of all plans.
 
     Raises:
-      ValueError: `expert` does not divide E or exceeds a rack, or every plan leaves more spares than allowed.
+      ValueError: a number that must be positive is not; `expert` does not divide E or exceeds a rack, or every plan leaves
+        more spares than allowed.
     """
     plans = rack_plans(num_experts, d_model, unit)
+    if max_spares < 0:
+        raise ValueError(f"max_spares is {max_spares}: expected 0 to {RACK - 1}")
     chosen = None
     if expert is not None:
         chosen = next((plan for plan in plans if plan.expert == expert), None)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 from moejax.config import Config, MeshConfig, ModelConfig, MoEConfig, TrainingConfig
 from moejax.mesh import AXES, RULES, logical_to_spec, make_mesh, named_sharding, resolve_axes
-from moejax.mesh_plan import axes_table, check_axes, choose_rack_plan, config_mesh, rack_plans
+from moejax.mesh_plan import axes_table, check_axes, check_racks, choose_rack_plan, config_mesh, rack_plans
 from moejax.nn.param import LOGICAL_AXES
 
 
@@ -156,6 +156,34 @@ def test_a_rack_gets_the_largest_expert_axis_within_its_spares(experts, max_spar
 def test_an_expert_axis_that_fits_no_rack_is_refused():
     with pytest.raises(ValueError, match=r"(?s)expert=48 does not divide 256 experts.*\n  64 +1 +1 +8 +4\n"):
         choose_rack_plan(256, expert=48)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0: expected a positive number"),
+        ({"num_experts": -1}, "num_experts is -1: expected a positive number"),
+        ({"num_experts": 8, "max_spares": -1}, "max_spares is -1: expected 0 to 71"),
+        ({"num_experts": 8, "d_model": 0}, "d_model is 0"),
+        ({"num_experts": 8, "expert": 0}, "expert=0 does not divide 8 experts"),
+    ],
+)
+def test_plans_for_nothing_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        choose_rack_plan(**given)
+
+
+def test_expert_groups_stay_inside_a_rack_that_has_spares():
+    """Two racks with 8 spares are 128 GPUs: groups of 32 lie inside them; with 12 spares, 120 GPUs, groups of 24 would not."""
+    sizes = dict.fromkeys(AXES, 1)
+    check_racks(sizes | {"data": 4, "expert": 32}, spares=8)
+    check_racks(sizes | {"fsdp": 5, "expert": 24}, spares=0)  # nothing is known of racks
+    with pytest.raises(
+        ValueError, match="expert=24 = 24 neighbours do not divide the 60 GPUs that mesh.spares=12 leaves"
+    ):
+        check_racks(sizes | {"fsdp": 5, "expert": 24}, spares=12)
+    with pytest.raises(ValueError, match="expert=16 x tensor=3 = 48 neighbours do not divide the 64 GPUs"):
+        check_racks(sizes | {"data": 4, "expert": 16, "tensor": 3}, spares=8)
 
 
 RACKS = """

@@ -38,14 +38,11 @@ def test_a_step_exchanges_rows_and_reduces_once(mesh, recipe):
 @pytest.mark.parametrize(
     ("shape", "mesh", "recipe"),
     [
-        ("qwen3-30b-a3b", "data=9,expert=8", "bf16"),
         ("qwen3-30b-a3b", "data=9,expert=8", "fp32"),
         ("qwen3-30b-a3b", "expert=64", "bf16"),
         ("qwen3-30b-a3b", "fsdp=8,expert=8", "fp32"),
-        ("deepseek-v3", "data=9,expert=8", "bf16"),
         ("deepseek-v3", "data=9,expert=8", "fp32"),
         ("deepseek-v3", "expert=64", "fp32"),
-        ("kimi-k2", "data=9,expert=8", "bf16"),
         ("kimi-k2", "data=9,expert=8", "fp32"),
         ("kimi-k2", "fsdp=4,expert=16", "fp32"),
         ("kimi-k2", "data=3,fsdp=2,expert=12", "bf16"),

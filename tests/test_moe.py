@@ -344,3 +344,19 @@ def test_bad_arguments_are_refused_by_name():
     for error, message, attempt in refused:
         with pytest.raises(error, match=message):
             attempt()
+
+
+@pytest.mark.parametrize(
+    ("prepared", "read", "said"),
+    [
+        ({"recipe": "bf16"}, {"recipe": "fp32"}, "recipe fp32 on backend xla reads none"),
+        ({"recipe": "bf16"}, {"recipe": "bf16", "backend": "dense"}, "recipe bf16 on backend dense reads none"),
+    ],
+)
+def test_copies_prepared_for_another_recipe_or_backend_are_refused(prepared, read, said):
+    x, weight, w_gate_up, w_down, b_gate_up, b_down, _ = operands()
+    experts = prepare_experts(w_gate_up, w_down, spec_of(**prepared), b_gate_up, b_down)
+    spec = spec_of(**read)
+    plan = schedule(jnp.asarray(routings()["masked tokens"], jnp.int32), spec)
+    with pytest.raises(ValueError, match="experts hold copies that this layer does not read: .*bfloat16.*" + said):
+        moe_ffn(x, weight, plan, experts, spec)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moejax.training.watchdog import IN_STEP, PeerError, Watchdog
+from moejax.training.watchdog import IN_STEP, Fault, PeerError, Watchdog
 
 STALL = 0.6  # seconds; the watchdog looks 20 times in that
 
@@ -32,13 +32,17 @@ class Ranks:
     """Watchdogs of several ranks on one store; `said` holds the message that ended each."""
 
     def __init__(self, count, stall=STALL):
-        self.store, self.said = FakeStore(), {}
+        self.store, self.said, self.codes = FakeStore(), {}, {}
         self.dogs = [
-            Watchdog(self.store, rank, count, stall, end=lambda text, rank=rank: self.said.setdefault(rank, text))
+            Watchdog(self.store, rank, count, stall, end=lambda fault, rank=rank: self.ended(rank, fault))
             for rank in range(count)
         ]
         for dog in self.dogs:
             dog.start()
+
+    def ended(self, rank, fault):
+        self.codes[rank] = fault.exit_code
+        self.said[rank] = fault.text
 
     def silence(self, rank):
         """As SIGKILL and SIGSTOP do."""
@@ -133,7 +137,7 @@ def test_a_rank_that_never_came_is_named(ranks):
     dog.start()
     time.sleep(2 * STALL)
     dog._done.set()
-    assert said and said[0].startswith("rank 1 has been silent") and "before it began" in said[0]
+    assert said and said[0].text.startswith("rank 1 has been silent") and "before it began" in said[0].text
 
 
 def test_a_store_that_does_not_answer_means_rank_0_is_lost(ranks):
@@ -160,9 +164,10 @@ def test_a_failure_is_told_to_the_others_with_its_reason(ranks):
     job = ranks(2)
     step = job.work(0.2, (0, 1))
     job.settle(step)
-    job.dogs[1].leave(failed="corpus.txt: No space left on device")
+    job.dogs[1].leave(Fault("corpus.txt: No space left on device", 1))
     (said,) = job.wait((0,))
     assert said == f"rank 1 failed at step {step} ({IN_STEP}): corpus.txt: No space left on device"
+    assert job.codes == {0: 1}  # as rank 1: whoever starts the job again meets the same error
 
 
 def test_rank_0_keeps_the_store_until_the_others_have_ended(ranks):
@@ -170,9 +175,9 @@ def test_rank_0_keeps_the_store_until_the_others_have_ended(ranks):
     step = job.work(0.5, (0, 1, 2))
     job.settle(step)
     job.silence(2)
-    leaving = threading.Thread(target=job.dogs[0].leave, args=("rank 2 has been silent",))
+    leaving = threading.Thread(target=job.dogs[0].leave, args=(Fault("rank 2 has been silent"),))
     leaving.start()
-    assert job.wait((1,)) == ["rank 2 has been silent"] and leaving.is_alive()
+    assert job.wait((1,)) == ["rank 2 has been silent"] and job.codes == {1: 75} and leaving.is_alive()
     job.silence(1)  # its process is gone
     leaving.join(5 * STALL)
     assert not leaving.is_alive() and 0 not in job.said
@@ -184,7 +189,7 @@ def test_an_error_in_the_step_is_blamed_on_the_rank_that_fell_silent(ranks):
     job.settle(step)
     job.silence(1)
     started = time.monotonic()
-    said = job.dogs[0].blame()
+    said = job.dogs[0].blame().text
     assert said.startswith("rank 1 has been silent") and f"at step {step}" in said
     assert time.monotonic() - started < 8
     alone = ranks(2, stall=1.0)
@@ -208,5 +213,5 @@ def test_one_process_has_nothing_to_watch():
     dog.step(3)
     dog.doing(IN_STEP)
     assert dog.blame() is None
-    dog.leave(failed="anything")
+    dog.leave(Fault("anything"))
     assert issubclass(PeerError, RuntimeError)

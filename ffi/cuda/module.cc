@@ -7,9 +7,11 @@
 #include "cuda/handlers.h"
 #include "cuda/mx_handlers.h"
 #include "cuda/probe.h"
+#include "cuda/sm100_handlers.h"
 #include "cuda/ways.h"
 #include "moe.h"
 #include "mx_moe.h"
+#include "sm100_moe.h"
 #include "xla/check.h"
 
 namespace nb = nanobind;
@@ -52,6 +54,10 @@ NB_MODULE(_cuda, module) {
     handlers["moejax_cuda_mx_prepare"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxPrepare));
     handlers["moejax_cuda_mx_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxForward));
     handlers["moejax_cuda_mx_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxBackward));
+    handlers["moejax_cuda_mx_loss_counts"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaMxLossCounts));
+    handlers["moejax_cuda_sm100_prepare"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Prepare));
+    handlers["moejax_cuda_sm100_forward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Forward));
+    handlers["moejax_cuda_sm100_backward"] = nb::capsule(reinterpret_cast<void*>(&moejax::xla_ffi::CudaSm100Backward));
     return handlers;
   }, "Capsules of the handlers, by FFI target name.");
   module.def("handlers_version", [] { return moejax::xla_ffi::kHandlersVersion; }, "Version of the handlers' operands, results and attributes.");
@@ -75,6 +81,19 @@ NB_MODULE(_cuda, module) {
     const moe::MxOptions options = {aligned ? moe::MxMode::kAligned : moe::MxMode::kExact, wgrad_bf16};
     return moe::mx_backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, options);
   }, "Size of the MXFP8 backward's workspace result.");
+  module.def("sm100_forward_workspace_bytes",
+             [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width, bool mx, int blocks) {
+    return moe::sm100_forward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, {mx, blocks});
+  }, "Size of the workspace result of the Blackwell forward.");
+  module.def("sm100_backward_workspace_bytes", [](int64_t tokens, int64_t top_k, int64_t experts, int64_t rows, int64_t d_model, int64_t width,
+                                                  bool mx, int blocks, bool recompute) {
+    return moe::sm100_backward_workspace_bytes({tokens, top_k, experts, rows, d_model, width}, {mx, blocks}, recompute);
+  }, "Size of the workspace result of the Blackwell backward.");
+  module.def("sm100_code_bytes", &moe::sm100_code_bytes, "Bytes of the scale codes of a matrix, from its lines and the elements along which blocks lie.");
+  module.def("driver_version", [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  }, "CUDA version of the driver, such as 13000; 0 without one.");
   moejax::xla_ffi::BindWays(module);
   module.def("targets", [] { return nb::make_tuple("sm_90a", "sm_100f"); }, "Architectures the kernels were compiled for.");
 }

@@ -1,5 +1,6 @@
 // Handlers of the MXFP8 expert layer on one GPU: the API of kernels_cuda/mx_moe.h with the checks of an FFI call around it. As layer.cc.
 #include "mx_moe.h"
+#include "quantize.h"
 
 #include <cuda_runtime.h>
 
@@ -234,6 +235,29 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
                                   Data<float>(*dw_gate_up), Data<float>(*dw_down), accumulate, workspace->untyped_data(), stream));
 }
 
+// Counts are 64-bit, which arrays in JAX mostly cannot be: each comes as its low and its high word.
+ffi::Error LossCounts(cudaStream_t stream, AnyBuffer x, AnyBuffer real, Result counts) {
+  constexpr const char* kTarget = "moejax_cuda_mx_loss_counts";
+  Checker check(kTarget);
+  const int64_t T = DimOf(x, 0), D = DimOf(x, 1);
+  check.Array("x", x, {kBf16}, {{"T"}, {"D"}});
+  check.Require(D > 0 && D % 32 == 0, "D is " + std::to_string(D) + "; expected a positive multiple of 32 (a scale block of MXFP8)");
+  check.Array("real", real, {kS32}, {{"T", T}});
+  check.Array("counts", *counts, {DataType::U32}, {{"6", 6}, {"2", 2}});
+  CheckAligned(check, "x", x);
+  CheckAligned(check, "counts", *counts, 8);
+  if (!check.ok()) return check.error();
+  const cudaError_t failed = cudaMemsetAsync(counts->untyped_data(), 0, counts->size_bytes(), stream);
+  if (failed != cudaSuccess) return ffi::Error(ffi::ErrorCode::kInternal, std::string(kTarget) + ": " + cudaGetErrorString(failed));
+  if (T == 0) return ffi::Error::Success();
+  moe::QuantizeSource source;
+  source.data = x.untyped_data();
+  source.rows = T;
+  source.columns = D;
+  source.slot_M = Data<int32_t>(real);
+  return ErrorOf(kTarget, moe::count_losses(source, static_cast<uint64_t*>(counts->untyped_data()), stream));
+}
+
 }  // namespace
 
 // All are the same launches on every call, with addresses that XLA watches, so they may be recorded into a CUDA graph.
@@ -313,6 +337,17 @@ XLA_FFI_Error* CudaMxBackward(XLA_FFI_CallFrame* call_frame) {
                                    .Attr<bool>("wgrad_bf16")
                                    .Attr<bool>("accumulate")
                                    .To(Backward, {ffi::Traits::kCmdBufferCompatible})
+                                   .release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* CudaMxLossCounts(XLA_FFI_CallFrame* call_frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                   .Arg<AnyBuffer>()  // x
+                                   .Arg<AnyBuffer>()  // real
+                                   .Ret<AnyBuffer>()  // counts
+                                   .To(LossCounts, {ffi::Traits::kCmdBufferCompatible})
                                    .release();
   return handler->Call(call_frame);
 }

@@ -15,7 +15,7 @@ from moejax.estimate.hardware import GPUS, Gpu
 from moejax.estimate.memory import Mesh, StateBytes, StepBytes, abstract_on, skeleton_weights, state_bytes, step_bytes
 from moejax.estimate.work import Work, links, parameters, roofline, work
 from moejax.mesh import AXES, resolve_axes
-from moejax.mesh_plan import RACK, check_axes
+from moejax.mesh_plan import RACK, check_axes, check_racks
 from moejax.training.errors import one_line_errors
 from moejax.training.state import parameter_counts, with_vocabulary
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         sizes = _mesh_sizes(config.mesh, options.mesh)
         config = dataclasses.replace(config, mesh=MeshConfig(**sizes, spares=config.mesh.spares))
         check_axes(config, sizes)
-        _check_racks(config.mesh.spares, math.prod(sizes.values()))
+        check_racks(sizes, config.mesh.spares)
         jax.config.update("jax_platforms", "cpu")
         if options.compile:
             jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
@@ -146,15 +146,6 @@ def _mesh_sizes(given: MeshConfig, text: str | None) -> dict[str, int]:
             )
         sizes[axis] = int(size)
     return sizes
-
-
-def _check_racks(spares: int, devices: int) -> None:
-    used = RACK - spares
-    if spares and devices % used:
-        raise ConfigError(
-            f"mesh.spares={spares} leaves {used} of the {RACK} GPUs of each rack, but the mesh has {devices} devices: "
-            f"expected a multiple of {used}"
-        )
 
 
 def _spare(config: Config, mesh: Mesh) -> str:

@@ -144,6 +144,15 @@ def moe_backward(
     return dx, d_weight, dw_gate_up, dw_down
 
 
+def loss_counts(x_TxD: jax.Array, real_T: jax.Array) -> jax.Array:
+    """FP32 (3,): nonzero, underflowed and saturated elements of BF16 rows quantised along D; real_T is negative for rows that do
+    not count. The definition is that of `ops/mxfp8.quantization_stats`.
+    """
+    (words,) = ffi_call("_cuda", "moejax_cuda_mx_loss_counts", [((6, 2), jnp.uint32)], [x_TxD, real_T])
+    low, high = words[1:4, 0].astype(jnp.float32), words[1:4, 1].astype(jnp.float32)  # of 64-bit counts
+    return low + high * 2.0**32
+
+
 def _codes(codes) -> jax.Array:
     return absent(jnp.uint8) if codes is None else codes
 

@@ -14,6 +14,7 @@ from flax import nnx
 from moejax.config import Config, ModelConfig, MoEConfig
 from moejax.nn import param
 from moejax.nn.layers import MLP, compute_dtype
+from moejax.ops import mxfp8_rates
 from moejax.ops.experts import ExpertWeights, prepare_experts
 from moejax.ops.linear import linear
 from moejax.ops.moe import moe_layer
@@ -125,6 +126,7 @@ class MoE(nnx.Module):
         spec: MoESpec | None = None,
         experts: ExpertWeights | None = None,
         accumulator: ExpertWeights | None = None,
+        probe: jax.Array | None = None,
     ):
         """
         Args:
@@ -136,6 +138,7 @@ class MoE(nnx.Module):
           experts: read instead of the module's own masters, which then get no gradient: of `prepared`, or one layer of a
             stack of them.
           accumulator: FP32 buffers shaped like `experts`, which their gradient is added to (`moe_layer`).
+          probe: one layer's of `mxfp8_rates.new_probe`, whose cotangent counts what mxfp8 loses; recipe mxfp8 only.
         Returns:
           y_BxLxD in the dtype of x, and the sums the balance losses and metrics are made of; with `accumulator` it
           comes back as third.
@@ -150,6 +153,8 @@ class MoE(nnx.Module):
         experts = self.prepared(spec, copies) if experts is None else experts
         y_BxLxD, dispatched, *buffers = moe_layer(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec, accumulator)
         stats = dataclasses.replace(stats, dropped=dispatched.dropped, moved_bytes=dispatched.moved_bytes)
+        if probe is not None and spec.recipe == "mxfp8":
+            y_BxLxD = _observe(x_BxLxD, y_BxLxD, probe, expert_BxLxK)
         if self.shared is not None:
             y_BxLxD += self._gate(x_BxLxD) * self.shared(x_BxLxD)
         return y_BxLxD, stats, *buffers
@@ -176,6 +181,13 @@ class MoE(nnx.Module):
         # One logit per token, FP32 like the router: a rounded gate would scale the whole shared output by the error.
         gate_BxLx1 = jax.nn.sigmoid(linear(x_BxLxD.astype(jnp.float32), self.w_shared_gate[...]))
         return gate_BxLx1.astype(x_BxLxD.dtype)
+
+
+def _observe(x_BxLxD, y_BxLxD, probe, expert_BxLxK):
+    width = x_BxLxD.shape[-1]
+    x_TxD, y_TxD = jax.lax.stop_gradient(x_BxLxD).reshape(-1, width), y_BxLxD.reshape(-1, width)
+    real_T = expert_BxLxK[..., 0].reshape(-1)  # -1 for masked tokens
+    return mxfp8_rates.observe(x_TxD, y_TxD, probe, real_T).reshape(y_BxLxD.shape)
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:

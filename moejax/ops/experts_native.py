@@ -2,8 +2,9 @@
 
 On the CPU the call gathers, multiplies, activates and combines tile by tile (`ffi/cpu/moe.h`); this file turns a
 plan, weights and a spec into its operands. Rounding points are those of `experts_xla.py`, and so are the bits of the
-weight copies. With a transport around it (R > 1) the row-level forms run. On a Hopper GPU the calls are those of
-`kernels_cuda/moe.h` (BF16) and `kernels_cuda/mx_moe.h` (MXFP8), for one GPU.
+weight copies. With a transport around it (R > 1) the row-level forms run. On one GPU the calls are those of
+`kernels_cuda/moe.h` (BF16) and `kernels_cuda/mx_moe.h` (MXFP8) for Hopper, and of `kernels_cuda/sm100_moe.h` for Blackwell,
+where a self-test comes before the first use (`moejax/selftest.py`).
 
 Letters: T tokens, K experts per token, M rows after dispatch, E experts, D model width, F expert width.
 """
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import native
-from moejax.native import calls, cuda_calls, cuda_mx_calls
+from moejax.native import calls, cuda_calls, cuda_mx_calls, cuda_sm100_calls
 from moejax.ops.experts import ExpertWeights, flat_counts
 from moejax.ops.mxfp8 import MXArray
 from moejax.ops.schedule import Plan
@@ -40,14 +41,14 @@ class NativeCopies:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GpuMXCopies:
-    """MX weight operands of the Hopper kernels, both orientations each."""
+    """MX weight operands of the GPU kernels, both orientations each, as the architecture wants them."""
 
     gate_up: cuda_mx_calls.MXWeight
     down: cuda_mx_calls.MXWeight
 
 
 def refuses(spec: MoESpec, platform: str) -> str | None:
-    """Where the compiled module is: every recipe on the CPU, BF16 and MXFP8 on one Hopper GPU."""
+    """Where the compiled module is: every recipe on the CPU, BF16 and MXFP8 on one Hopper or Blackwell GPU."""
     if platform != "cpu":
         return _refuses_gpu(spec)
     if spec.save == "gate_up_mx":
@@ -68,15 +69,46 @@ def _refuses_gpu(spec: MoESpec) -> str | None:
         return f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU"
     if spec.num_experts > _MAX_GPU_EXPERTS:
         return f"num_experts is {spec.num_experts}; its GPU kernels take up to {_MAX_GPU_EXPERTS}"
-    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
-    if not capability.startswith("9."):
-        return f"the device has compute capability {capability}; its GPU kernels are for 9.0 (Hopper)"
+    if _capability().startswith("10."):
+        return _refuses_blackwell(spec)
+    if not _capability().startswith("9."):
+        return f"the device has compute capability {_capability()}; its GPU kernels are for 9.0 (Hopper) and 10.x (Blackwell)"
     return native.missing("_cuda")
+
+
+def _refuses_blackwell(spec: MoESpec) -> str | None:
+    """Raises SelfTestError where the kernels give wrong results: nobody should train on another backend without knowing why."""
+    if spec.expert_bias:
+        return "expert_bias is set; its Blackwell kernels have no biases"
+    if spec.recipe == "bf16" and spec.expert_width % 16:
+        return f"expert_width is {spec.expert_width}; its Blackwell kernels need a multiple of 16 in bf16"
+    if spec.recipe == "mxfp8" and spec.mx_mode != "exact":
+        return (
+            f"mx_mode is {spec.mx_mode}, a way to run on Hopper; on Blackwell MX products are exact: use mx_mode exact"
+        )
+    if spec.recipe == "mxfp8" and spec.wgrad == "bf16":
+        return "wgrad is bf16; its Blackwell kernels have weight gradients of mxfp8 in mxfp8"
+    if spec.save == "gate_up_mx":
+        return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
+    missing = native.missing("_cuda")
+    if missing is None:
+        from moejax import selftest  # late: it stands above this layer, which it runs
+
+        selftest.first_use()
+    return missing
+
+
+def _capability() -> str:
+    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
 def _on_gpu() -> bool:
     # The platform programs are traced for, as `resolve_backend` sees it.
     return jax.default_backend() != "cpu"
+
+
+def _on_blackwell() -> bool:
+    return _on_gpu() and _capability().startswith("10.")
 
 
 def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
@@ -86,6 +118,8 @@ def prepare(masters: ExpertWeights, spec: MoESpec) -> Any:
         return None
     if spec.recipe == "bf16":
         return gate_up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)
+    if _on_blackwell():
+        return GpuMXCopies(cuda_sm100_calls.prepare(gate_up), cuda_sm100_calls.prepare(down))
     if _on_gpu():
         aligned = spec.mx_mode == "aligned"
         return GpuMXCopies(cuda_mx_calls.prepare(gate_up, aligned), cuda_mx_calls.prepare(down, aligned))
@@ -123,6 +157,10 @@ def ffn_forward(x_TxD, weight_TxK, plan: Plan, experts: ExpertWeights, spec: MoE
     """y of the tokens, dispatch and combine included, and gate_up ((T K, 2F); (2, M, F) on a GPU) if `spec.save` keeps it."""
     plan, experts = _flat(plan, experts)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_blackwell():
+        x, weights = x_TxD.astype(jnp.bfloat16), _blackwell_weights(experts, spec)
+        y, saved = cuda_sm100_calls.moe_forward(x, weight_TxK, rows, *weights, act=spec.act, save=_saves(spec))
+        return y.astype(x_TxD.dtype), saved
     if _on_gpu() and spec.recipe == "mxfp8":
         x, mx = x_TxD.astype(jnp.bfloat16), experts.copies
         y, saved = cuda_mx_calls.moe_forward(x, weight_TxK, rows, mx.gate_up, mx.down, act=spec.act, save=spec.save)
@@ -143,6 +181,13 @@ def ffn_backward(x_TxD, weight_TxK, dy_TxD, saved, plan: Plan, experts: ExpertWe
         )
         return dx, d_weight, _like(gradients, accumulator)
     rows = calls.Rows(plan.count_E, plan.start_E, plan.slot_M, plan.row_TxK)
+    if _on_blackwell():
+        x, dy, weights = x_TxD.astype(jnp.bfloat16), dy_TxD.astype(jnp.bfloat16), _blackwell_weights(experts, spec)
+        starts = None if accumulator is None else (accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF)
+        dx, d_weight, *gradients = cuda_sm100_calls.moe_backward(
+            x, dy, weight_TxK, saved, rows, *weights, starts, act=spec.act
+        )
+        return dx.astype(x_TxD.dtype), d_weight, ExpertWeights(*gradients)
     if _on_gpu() and spec.recipe == "mxfp8":
         x, dy, mx = x_TxD.astype(jnp.bfloat16), dy_TxD.astype(jnp.bfloat16), experts.copies
         starts = None if accumulator is None else (accumulator.w_gate_up_Ex2xFxD, accumulator.w_down_ExDxF)
@@ -199,6 +244,14 @@ def _operands(experts: ExpertWeights, spec: MoESpec) -> tuple[calls.Operands, ca
     gate_up, down = (experts.w_gate_up_Ex2xFxD, experts.w_down_ExDxF) if spec.recipe == "fp32" else experts.copies
     operands = calls.Operands(gate_up, down)
     return operands, operands
+
+
+def _blackwell_weights(experts: ExpertWeights, spec: MoESpec) -> tuple[cuda_mx_calls.MXWeight, cuda_mx_calls.MXWeight]:
+    """Gate and up, and down, as the Blackwell calls take them."""
+    if spec.recipe == "mxfp8":
+        return experts.copies.gate_up, experts.copies.down
+    gate_up, down = experts.copies
+    return cuda_sm100_calls.bf16_weight(gate_up), cuda_sm100_calls.bf16_weight(down)
 
 
 def _mx_operands(gate_up: MXArray, down: MXArray) -> calls.Operands:

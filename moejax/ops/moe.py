@@ -361,10 +361,31 @@ def _check_arguments(x_TxD, weight_TxK, plan, experts, spec, accumulator):
             f"experts hold w_down of shape {experts.w_down_ExDxF.shape}, the plan is for {rows_E} local experts: "
             f"pass the slice of this rank, (E / R, D, F) with R = {spec.ranks}"
         )
+    _check_copies(experts, spec)
     if accumulator is not None:
-        expected, given = (
-            [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
-            for tree in (experts.masters(), accumulator)
-        )
+        expected, given = (_leaves(tree) for tree in (experts.masters(), accumulator))
         if expected != given:
-            raise ValueError(f"accumulator holds {given}; expected FP32 buffers shaped like the masters, {expected}")
+            given_text, expected_text = ", ".join(given), ", ".join(expected)
+            raise ValueError(
+                f"accumulator holds {given_text}; expected FP32 buffers shaped like the masters, {expected_text}"
+            )
+
+
+def _check_copies(experts: ExpertWeights, spec: MoESpec) -> None:
+    """Raises ValueError if the copies are not those that `spec` makes: another recipe, backend or `mx_mode` reads other ones."""
+    if experts.copies is None:
+        return
+    expected = jax.eval_shape(lambda masters: add_copies(masters, spec).copies, experts.masters())
+    # A tree's structure has static parts too, such as the blocks of an MXArray: its text shows all of it.
+    structures = {str(jax.tree.structure(tree)) for tree in (experts.copies, expected)}
+    if len(structures) == 1 and _leaves(experts.copies) == _leaves(expected):
+        return
+    given, read = (", ".join(_leaves(tree)) or "none" for tree in (experts.copies, expected))
+    raise ValueError(
+        f"experts hold copies that this layer does not read: {given}; recipe {spec.recipe} on backend {spec.backend} reads "
+        f"{read}: make them by prepare_experts with the spec of the layer"
+    )
+
+
+def _leaves(tree) -> list[str]:
+    return [f"{leaf.dtype}{leaf.shape}" for leaf in jax.tree.leaves(tree)]

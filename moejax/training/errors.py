@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import jax
 
-from moejax.training.watchdog import EXIT_CODE, PeerError
+from moejax.training.watchdog import PeerError
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ class Outcome:
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[Outcome]:
     """Turns errors of the user's making inside the `with` into a line on stderr and `exit_code` 1; Ctrl-C into 130; an error
-    of another process of the job into the exit code of the watchdog.
+    of another process of the job into the exit code that it gives.
 
     MOEJAX_DEBUG=1 lets every error through with its trace, and shows Orbax's log.
     """
@@ -41,8 +41,8 @@ def one_line_errors() -> Iterator[Outcome]:
         _say("interrupted; the same command continues from the newest checkpoint (exit code 130)")
         outcome.exit_code = 130
     except PeerError as error:
-        _say(f"{error}. Rank {jax.process_index()} ends; the same command continues from the newest checkpoint")
-        outcome.exit_code = EXIT_CODE
+        _say(error.fault.parting_words(jax.process_index()))
+        outcome.exit_code = error.fault.exit_code
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         _say(_message(error))
         outcome.exit_code = 1

@@ -109,7 +109,9 @@ def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, wi
     """The JSON record of one step from the step's (fetched) metrics.
 
     A load is a multiple of the layer's mean: `expert_load_max` is that of the busiest expert of each layer, 1 at balance. The mean
-    itself, in rows per expert, is `expert_rows_mean`.
+    itself, in rows per expert, is `expert_rows_mean`. In recipe mxfp8, per layer: `mx_underflow_x` and `mx_underflow_dy` are the
+    shares of an expert layer's inputs, and of its output's gradients, that quantising makes zero; `mx_saturation_x` and
+    `mx_saturation_dy` those at the top of their block's range (`ops/mxfp8_rates.py`).
 
     Args:
       step: its number, from 1.
@@ -137,6 +139,8 @@ def step_record(step: int, metrics: dict[str, np.ndarray], seconds: float, *, wi
             "dropped_fraction": [round(float(x), 6) for x in metrics["dropped_N"]],
             "moved_bytes": float(np.sum(metrics["moved_bytes_N"], dtype=np.float64)),
         }
+        for name in sorted(name for name in metrics if name.startswith("mx_")):
+            record[name] = [float(f"{x:.4g}") for x in metrics[name]]
         if with_load:
             record["expert_load"] = [[round(float(x), 3) for x in row] for row in load_NxE]
     return record

@@ -18,6 +18,7 @@ import numpy as np
 
 from moejax.checkpoint import named_leaves
 from moejax.config import Config
+from moejax.ops import mxfp8_rates
 from moejax.ops.balance import update_select_bias
 from moejax.ops.spec import MoESpec, moe_spec
 from moejax.training.gradients import Batch, make_gradients
@@ -48,14 +49,14 @@ def make_step(skeleton: Skeleton, config: Config) -> Callable[[TrainState, Batch
       finite: False if loss or grad_norm is NaN or infinite; the state is then returned as it was, the step too.
     With MoE layers also, per layer: count_NxE (int32, slots asked of each expert), entropy_N (nats, mean of the router's
     distribution over experts), dropped_N (share of slots dropped),
-    moved_bytes_N (bytes that expert parallelism sent between devices).
+    moved_bytes_N (bytes that expert parallelism sent between devices). In recipe mxfp8 also those of `mxfp8_rates.rates`.
     """
     optimizer = make_optimizer(config.optimizer)
     spec = moe_spec(config)
     gradients = make_gradients(skeleton, config)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, (loss, balance, stats), totals = gradients(state.params, state.router_bias, batch)
+        grads, (loss, balance, stats, mx_counts), totals = gradients(state.params, state.router_bias, batch)
 
         with jax.named_scope("optimizer"):
             squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
@@ -83,7 +84,8 @@ def make_step(skeleton: Skeleton, config: Config) -> Callable[[TrainState, Batch
             "scored": totals.scored,
             "finite": finite,
         }
-        return state, metrics | _router_metrics(stats, spec)
+        losses = {} if mx_counts is None else mxfp8_rates.rates(mx_counts)
+        return state, metrics | _router_metrics(stats, spec) | losses
 
     return step
 

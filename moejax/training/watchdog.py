@@ -2,7 +2,7 @@
 
 Collectives wait for ever: if one process is gone, the others hang in the middle of a step. So each process tells the
 others, through the job's key-value store, how far it is and what it is doing, a few times per `stall_seconds`; and each
-judges what it reads. A process ends itself (exit code 75) if
+judges what it reads. A process ends itself (exit code 75; 1 where an error of another's own is the cause) if
 
 * another one has failed, and said so;
 * another one has been silent for `stall_seconds`: killed, stopped (SIGSTOP), its machine gone;
@@ -16,24 +16,36 @@ that is killed or crashes can't speak for itself; a waiting shell, told of every
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from moejax.config import DistributedConfig
 from moejax.distributed import key_value_store
+from moejax.last_words import LastWords
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing wrong with the input, the same command may be given again
+_OWN_ERROR = (
+    1  # what a process exits with after an error of its own: all do, or a scheduler would start the job again for ever
+)
 IN_STEP = "in the step"
 _FOLDER = "moejax/watchdog"
 
-# Reads a line per step; when the process that writes them is gone without having said "end", prints the last one.
-_SHELL = 'while read -r line; do last=$line; done; [ "$last" = end ] || echo "error: $last" >&2'
+
+class Fault(NamedTuple):
+    """Why the processes of a job end: a message that names the rank, and the exit code of those that are not at fault."""
+
+    text: str
+    exit_code: int = EXIT_CODE
+
+    def parting_words(self, rank: int) -> str:
+        """What process number `rank` says when it ends because of it."""
+        then = "; the same command continues from the newest checkpoint" if self.exit_code == EXIT_CODE else " too"
+        return f"{self.text}. Rank {rank} ends{then}"
 
 
 class Store(Protocol):
@@ -46,6 +58,10 @@ class Store(Protocol):
 
 class PeerError(RuntimeError):
     """Another process of the job failed, and took this one with it. The message names its rank and step."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault.text)
+        self.fault = fault
 
 
 @contextlib.contextmanager
@@ -66,11 +82,11 @@ def watched(config: DistributedConfig) -> Iterator["Watchdog"]:
     try:
         yield watchdog
     except BaseException as error:
-        reason = watchdog.blame() if _may_come_from_a_peer(error) else None
-        watchdog.leave(failed=reason or _first_line(error))
-        if reason is None:
+        fault = watchdog.blame() if _may_come_from_a_peer(error) else None
+        watchdog.leave(fault or Fault(_first_line(error), _OWN_ERROR))
+        if fault is None:
             raise
-        raise PeerError(reason) from error
+        raise PeerError(fault) from error
     watchdog.leave()
 
 
@@ -81,11 +97,16 @@ class Watchdog:
       store: the job's key-value store; None: alone, nothing to watch.
       rank, ranks: number of this process, and of all.
       stall_seconds: how long a process may be silent, and training without progress.
-      end: called once, from a thread, with the message; default: print it and end the process.
+      end: called once, from a thread, with the fault; default: print it and end the process.
     """
 
     def __init__(
-        self, store: Store | None, rank: int, ranks: int, stall_seconds: float, end: Callable[[str], Any] | None = None
+        self,
+        store: Store | None,
+        rank: int,
+        ranks: int,
+        stall_seconds: float,
+        end: Callable[[Fault], Any] | None = None,
     ):
         self._store, self._rank, self._ranks = store, rank, ranks
         self._stall = stall_seconds
@@ -94,12 +115,18 @@ class Watchdog:
         self._done = threading.Event()
         self._ended = threading.Lock()  # taken once, by whoever ends the process
         self._training, self._compiles = False, False
-        self._step, self._doing, self._failed = 0, "starting", ""
+        self._step, self._doing = 0, "starting"
+        self._failed: Fault | None = None
         self._left = False
         self._progress = self._answered = time.monotonic()
         self._ticks = 0
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # rank -> what it said last, and when that was new
-        self._last_words = LastWords(rank) if end is None and store is not None else None
+        self._last_words: LastWords | None = None
+        if end is None and store is not None:
+            self._last_words = LastWords(
+                f"rank {rank} ended without a word before its first step: killed, or aborted by a library, as when a second "
+                "process joins with the number of another"
+            )
 
     def start(self) -> None:
         """Begins to watch."""
@@ -123,9 +150,11 @@ class Watchdog:
         self._step, self._training, self._compiles = number, True, False
         self._progress = time.monotonic()
         if self._last_words is not None:
-            self._last_words.step(number)
+            self._last_words.be(
+                f"rank {self._rank} ended without a word after step {number}: killed, or aborted by a library"
+            )
 
-    def leave(self, failed: str = "") -> None:
+    def leave(self, failed: Fault | None = None) -> None:
         """Ends the watch, and tells the others that this process has finished, or why it failed."""
         if self._store is None:
             return
@@ -137,8 +166,8 @@ class Watchdog:
         if self._last_words is not None:
             self._last_words.end()
 
-    def blame(self) -> str | None:
-        """After an error in the middle of a step: the process at fault, once it is known, as a message; None: no other one.
+    def blame(self) -> Fault | None:
+        """After an error in the middle of a step: what another process did, once it is known; None: nothing.
 
         Takes a few seconds: a killed process is recognised by its silence.
         """
@@ -163,7 +192,7 @@ class Watchdog:
     def _tell(self, wait: bool = False) -> None:
         self._ticks += 1
         report = {"tick": self._ticks, "step": self._step, "doing": self._doing}
-        report |= {"failed": self._failed, "left": self._left}
+        report |= {"failed": self._failed, "left": self._left}  # a Fault becomes [text, exit code]
         store, key, text = self._store, f"{_FOLDER}/{self._rank}", json.dumps(report)
         assert store is not None
         with contextlib.suppress(Exception):  # an unreachable store is what `_answered` is for
@@ -197,14 +226,14 @@ class Watchdog:
                 self._progress = self._answered = begun = now
                 self._heard = {rank: (report, now) for rank, (report, _) in self._heard.items()}
             last = now
-            message = self._failed_peer(grace=2 * self._interval) or self._silent_peer(self._stall, begun)
-            message = message or self._no_progress(now)
-            if message and not self._left and self._ended.acquire(blocking=False):
+            fault = self._failed_peer(grace=2 * self._interval) or self._silent_peer(self._stall, begun)
+            fault = fault or self._no_progress(now)
+            if fault and not self._left and self._ended.acquire(blocking=False):
                 if self._last_words is not None:
                     self._last_words.end()
                 if self._rank == 0:
                     self._let_others_end()
-                self._end(message)
+                self._end(fault)
                 return
 
     def _let_others_end(self) -> None:
@@ -218,19 +247,22 @@ class Watchdog:
                 return
             time.sleep(self._interval / 2)
 
-    def _failed_peer(self, grace: float = 0.0) -> str | None:
+    def _failed_peer(self, grace: float = 0.0) -> Fault | None:
         now = time.monotonic()
         for rank, (report, since) in sorted(self._heard.items()):
             if rank != self._rank and report["failed"] and now - since >= grace:
-                failed = report["failed"]  # of a third rank, if this one found out that it was its fault
-                return failed if failed.startswith("rank ") else f"rank {rank} failed {_at(report)}: {failed}"
+                failed = Fault(*report["failed"])  # of a third rank, if this one found out that it was its fault
+                of_third = failed.text.startswith("rank ")
+                return (
+                    failed if of_third else Fault(f"rank {rank} failed {_at(report)}: {failed.text}", failed.exit_code)
+                )
         return None
 
-    def _silent_peer(self, seconds: float, begun: float | None = None) -> str | None:
+    def _silent_peer(self, seconds: float, begun: float | None = None) -> Fault | None:
         now = time.monotonic()
         if now - self._answered > seconds and self._rank:
             report = self._heard.get(0, ({"step": self._step, "doing": "starting"}, 0.0))[0]
-            return (
+            return Fault(
                 f"rank 0, which keeps the job together, has not answered for {now - self._answered:.0f} s: killed, stopped or "
                 f"out of reach {_at(report)}"
             )
@@ -240,10 +272,10 @@ class Watchdog:
             if rank == self._rank or (report and report["left"]) or silence <= seconds:
                 continue
             at = _at(report) if report else "before it began"
-            return f"rank {rank} has been silent for {silence:.0f} s: killed, stopped or out of reach {at}"
+            return Fault(f"rank {rank} has been silent for {silence:.0f} s: killed, stopped or out of reach {at}")
         return None
 
-    def _no_progress(self, now: float) -> str | None:
+    def _no_progress(self, now: float) -> Fault | None:
         # A little later than silence is noticed: of a process that was killed, its silence says more.
         if not self._training or self._compiles or now - self._progress <= self._stall + 4 * self._interval:
             return None
@@ -254,38 +286,9 @@ class Watchdog:
         suspects = [r for r, report in reports.items() if report["doing"] != IN_STEP and report["step"] == slowest]
         suspects = suspects or [r for r, report in reports.items() if report["step"] == slowest]
         named = ", ".join(f"rank {r} is {_at(reports[r])}" for r in suspects[:8])
-        return f"no progress for {now - self._progress:.0f} s (distributed.stall_seconds={self._stall:g}): {named}"
-
-
-class LastWords:
-    """A shell beside this process that says how far it was, should it vanish: killed, or aborted by a library."""
-
-    def __init__(self, rank: int):
-        self._rank = rank
-        self._pipe: int | None = None
-        with contextlib.suppress(OSError):  # no shell here: nothing is said
-            child = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
-            )
-            assert child.stdin is not None
-            self._pipe = os.dup(child.stdin.fileno())
-            os.set_blocking(self._pipe, False)  # a shell that is slow must not slow down training
-            child.stdin.close()
-            child.returncode = 0  # it outlives us by design
-        self._write(f"rank {rank} ended without a word before its first step: killed, or a library aborted")
-
-    def step(self, number: int) -> None:
-        """Step `number` is finished."""
-        self._write(f"rank {self._rank} ended without a word after step {number}: killed, or a library aborted")
-
-    def end(self) -> None:
-        """This process says itself what there is to say."""
-        self._write("end")
-
-    def _write(self, line: str) -> None:
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._pipe, f"{line}\n".encode())
+        return Fault(
+            f"no progress for {now - self._progress:.0f} s (distributed.stall_seconds={self._stall:g}): {named}"
+        )
 
 
 def _at(report: dict[str, Any]) -> str:
@@ -320,9 +323,8 @@ def _quietly(call: Callable[[], Any]) -> None:
         call()
 
 
-def _print_and_exit(message: str) -> None:
+def _print_and_exit(fault: Fault) -> None:
     sys.stdout.flush()
-    rank = jax.process_index()
-    print(f"error: {message}. Rank {rank} ends; the same command continues from the newest checkpoint", file=sys.stderr)
+    print(f"error: {fault.parting_words(jax.process_index())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    os._exit(fault.exit_code)
