@@ -73,4 +73,7 @@ def test_programs_are_built_on_the_shared_parts():
 def test_shared_parts_know_no_instruction_set():
     for name in SHARED:
         assert {other for other in includes(name) if other.startswith("isa/")} <= {"isa/portable.h"}, name
-        assert not re.search(r"\b(Sm90|Sm100)\b|__CUDA_ARCH__\s*[<>=]", (KERNELS / name).read_text()), name
+        source = (KERNELS / name).read_text()
+        assert not re.search(r"\b(Sm90|Sm100)\b", source), name
+        # Conversions have a hardware form here and there, held equal to the plain one (test_mx_math.py).
+        assert name == "quantize_math.h" or "__CUDA_ARCH__" not in source, name
