@@ -223,9 +223,7 @@ struct TokensNConsumer {
             MOE_UNROLL
             for (int b = 0; b < 2; ++b) pair[b][i] = Isa::pack_bf16(acc[b][at], acc[b][at + 1]) & live;
             if (kKind == kGateUp && args.write_out) {
-              const float lo = activation_forward<kPlain, Isa>(Isa::bf16_lo(pair[0][i]), Isa::bf16_lo(pair[1][i]), args.act);
-              const float hi = activation_forward<kPlain, Isa>(Isa::bf16_hi(pair[0][i]), Isa::bf16_hi(pair[1][i]), args.act);
-              h[i] = Isa::pack_bf16(lo, hi) & live;
+              h[i] = activate_pair<kPlain, Isa>(pair[0][i], pair[1][i], args.act) & live;
             }
           }
           const uint32_t first = slot_panel<Config>(ring.data(), consumer, 0);

@@ -557,18 +557,24 @@ struct TokensM {
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](auto kind, const Task& task, const auto& args) { load_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring); });
+    each_task(batch, [&](auto kind, const Task& task, const auto& args) {
+      load_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
+    });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](auto kind, const Task& task, const auto& args) { gather_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring); });
+    each_task(batch, [&](auto kind, const Task& task, const auto& args) {
+      gather_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
+    });
   }
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     uint32_t tiles = 0;
-    each_task(batch, [&](auto kind, const Task& task, const auto& args) { store_task<decltype(kind)::value>(task, args, base, consumer, tiles, ring); });
+    each_task(batch, [&](auto kind, const Task& task, const auto& args) {
+      store_task<decltype(kind)::value>(task, args, base, consumer, tiles, ring);
+    });
     if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
   }
   template <class Batch>
