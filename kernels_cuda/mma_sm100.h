@@ -181,7 +181,7 @@ MOE_FN void multiply_tile(const Task& task, const Arguments& args, uint32_t base
     Isa::template commit<kBlocks>(ring.empty());
     ring.advance();
   }
-  Isa::template commit<kBlocks>(sums_full_barrier<Config>(base, accumulator.stage));  // an expert without rows has no products: an arrival all the same
+  Isa::template commit<kBlocks>(sums_full_barrier<Config>(base, accumulator.stage));  // without products, of an expert without rows, too
   accumulator.advance();
   drained.advance();
 }
