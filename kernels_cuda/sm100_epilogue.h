@@ -56,12 +56,13 @@ MOE_FN uint32_t quantize_columns(const uint32_t (&pairs)[16], uint32_t (&bytes)[
   for (int i = 0; i < 8; ++i) {
     float v[4];
     MOE_UNROLL
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 4; j += 2) {
       const int column = 4 * i + j;
-      const uint32_t code = mx::scale_code(amax[column]);
-      if (lane == static_cast<uint32_t>(column)) own = code;
-      const uint32_t pair = pairs[column / 2];
-      v[j] = Isa::mul(j % 2 == 0 ? Isa::bf16_lo(pair) : Isa::bf16_hi(pair), mx::reciprocal_scale(code));
+      const uint32_t codes = mx::scale_codes(amax[column], amax[column + 1]), lo = codes & 0xFF, hi = codes >> 8;
+      if (lane == static_cast<uint32_t>(column)) own = lo;
+      if (lane == static_cast<uint32_t>(column + 1)) own = hi;
+      v[j] = Isa::mul(Isa::bf16_lo(pairs[column / 2]), mx::reciprocal_scale(lo));
+      v[j + 1] = Isa::mul(Isa::bf16_hi(pairs[column / 2]), mx::reciprocal_scale(hi));
     }
     bytes[i] = mx::pack_e4m3(v[0], v[1]) | mx::pack_e4m3(v[2], v[3]) << 16;
   }
