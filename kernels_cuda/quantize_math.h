@@ -35,13 +35,50 @@ MOE_HOST_FN uint32_t bits_of(float x) {
 #endif
 }
 
-// E8M0 code from the FP32 bits of the largest magnitude of a block. 448 = 1.75 * 2^8: the exponent minus 8, one more above 1.75.
-MOE_HOST_FN uint32_t scale_code(uint32_t amax) {
+// The conversion of sm_100, cvt.rp.satfinite.ue8m0x2.f32: codes of the powers of two at or above two magnitudes, lo in bits 0..7. 0 gives code 0,
+// Inf 254, NaN 255.
+MOE_HOST_FN uint32_t round_up_to_ue8m0(float lo, float hi) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  uint16_t codes;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  return codes;
+#else
+  uint32_t codes = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t bits = bits_of(i == 0 ? hi : lo) & 0x7FFFFFFFu, exponent = bits >> 23, mantissa = bits & 0x7FFFFFu;
+    uint32_t code = exponent == 0 ? mantissa > 0x400000u : exponent + (mantissa != 0);  // subnormal 0x400000 is 2^-127, code 0
+    if (code > 254) code = 254;
+    codes = codes << 8 | (bits > 0x7F800000u ? kPoison : code);
+  }
+  return codes;
+#endif
+}
+
+// E8M0 codes from the FP32 bits of the largest magnitudes of two blocks, by the product with fl32(1/448) and the conversion: the form of
+// sm_100. The conversion makes 254 of Inf, so poison is read off the bits.
+MOE_HOST_FN uint32_t scale_codes_by_conversion(uint32_t lo, uint32_t hi) {
+  const float inverse = float_of(0x3B124925u);
+  const uint32_t codes = round_up_to_ue8m0(float_of(lo) * inverse, float_of(hi) * inverse);
+  return codes | (lo >= 0x7F800000u ? kPoison : 0u) | (hi >= 0x7F800000u ? kPoison << 8 : 0u);
+}
+
+// The same code in integers, the form of every other platform. 448 = 1.75 * 2^8: the exponent minus 8, one more above 1.75.
+MOE_HOST_FN uint32_t scale_code_by_integers(uint32_t amax) {
   const int code = static_cast<int>((amax + 0x1FFFFFu) >> 23) - 8;  // the sum carries into the exponent above 1.75
   if (amax >= 0x7F800000u) return kPoison;
-  if (amax == 0x04600001u) return 0;  // its product with fl32(1/448), the hardware's form of the rule, rounds down to 2^-127
+  if (amax == 0x04600001u) return 0;  // its product with fl32(1/448) rounds down to 2^-127
   return code > 0 ? static_cast<uint32_t>(code) : 0u;
 }
+
+// Codes of two blocks, lo in bits 0..7, and of one.
+MOE_HOST_FN uint32_t scale_codes(uint32_t lo, uint32_t hi) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return scale_codes_by_conversion(lo, hi);
+#else
+  return scale_code_by_integers(lo) | scale_code_by_integers(hi) << 8;
+#endif
+}
+MOE_HOST_FN uint32_t scale_code(uint32_t amax) { return scale_codes(amax, 0) & 0xFFu; }
 
 // What elements are multiplied by, 2^(127 - s); NaN for a poisoned block, which makes every element NaN.
 MOE_HOST_FN float reciprocal_scale(uint32_t code) { return float_of(code == kPoison ? 0x7FFFFFFFu : (254u - code) << 23); }
@@ -137,10 +174,13 @@ MOE_FN uint32_t quantize_columns(const uint32_t (&pairs)[16], uint32_t (&bytes)[
   for (int i = 0; i < 8; ++i) {
     float scale[4];
     MOE_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t code = scale_code(amax[4 * i + j]);
-      if (lane == static_cast<uint32_t>(4 * i + j)) own = code;
-      scale[j] = reciprocal_scale(code);
+    for (int j = 0; j < 4; j += 2) {
+      const uint32_t column = static_cast<uint32_t>(4 * i + j);
+      const uint32_t codes = scale_codes(amax[column], amax[column + 1]), lo = codes & 0xFFu, hi = codes >> 8;
+      if (lane == column) own = lo;
+      if (lane == column + 1) own = hi;
+      scale[j] = reciprocal_scale(lo);
+      scale[j + 1] = reciprocal_scale(hi);
     }
     bytes[i] = quantize_pair<Isa>(pairs[2 * i], scale[0], scale[1]) | quantize_pair<Isa>(pairs[2 * i + 1], scale[2], scale[3]) << 16;
   }

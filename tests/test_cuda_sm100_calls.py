@@ -9,6 +9,7 @@ import pytest
 
 from moejax import native, selftest
 from moejax.config import RouterConfig
+from moejax.native import cuda_sm100_calls
 from moejax.ops import experts_native
 from moejax.ops.experts import ExpertWeights
 from moejax.ops.schedule import schedule
@@ -89,3 +90,17 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(blackwell, rule):
 def test_other_gpus_are_refused(blackwell, monkeypatch):
     monkeypatch.setattr(experts_native, "_capability", lambda: "12.0")
     assert "compute capability 12.0" in str(experts_native.refuses(spec_of("bf16"), "gpu"))
+
+
+@pytest.mark.parametrize(
+    "version, refused", [("12.6.4.1", False), ("12.9.1.4", True), ("13.1.0.3", True), ("13.2.0.9", False)]
+)
+def test_cublas_that_frees_tensor_memory_twice_is_refused(blackwell, monkeypatch, version, refused):
+    def installed(package):
+        if package == "nvidia-cublas":
+            return version
+        raise cuda_sm100_calls.importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(cuda_sm100_calls.importlib.metadata, "version", installed)
+    rule = experts_native.refuses(spec_of("bf16"), "gpu")
+    assert (rule is not None and f"nvidia-cublas is {version}" in rule and "nvidia-cublas>=13.2" in rule) == refused

@@ -8,6 +8,8 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import contextlib
+import importlib.metadata
+import re
 from typing import Any
 
 import jax
@@ -22,6 +24,24 @@ from moejax.native.cuda_mx_calls import E4M3, MXWeight
 
 BLOCKS = (1, 2)  # that compute a tile together; 0 leaves the choice to the kernels
 _blocks = 0
+
+
+def library_problem() -> str | None:
+    """Why this installation's cuBLAS must not share a Blackwell GPU with these kernels, or None: versions 12.8 to 13.1 free tensor
+    memory twice. A cuBLAS that is no Python package is left to JAX's own check.
+    """
+    for package in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        if (12, 8) <= numbers < (13, 2):
+            return (
+                f"{package} is {version}, and cuBLAS 12.8 to 13.1 frees tensor memory twice on Blackwell: "
+                f"pip install 'nvidia-cublas>=13.2'"
+            )
+    return None
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def _refuses_blackwell(spec: MoESpec) -> str | None:
         return "wgrad is bf16; its Blackwell kernels have weight gradients of mxfp8 in mxfp8"
     if spec.save == "gate_up_mx":
         return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
-    missing = native.missing("_cuda")
+    missing = native.missing("_cuda") or cuda_sm100_calls.library_problem()
     if missing is None:
         from moejax import selftest  # late: it stands above this layer, which it runs
 

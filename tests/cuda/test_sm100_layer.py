@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 NAMES = ("y", "dx", "d_weight", "dw_gate_up", "dw_down")
 # Against FP64 of the same BF16 inputs: gate, up, h, d(gate, up) and slot rows are rounded to BF16 on the way.
 BF16_LIMIT = {"y": 4e-3, "dx": 5e-3, "d_weight": 5e-3, "dw_gate_up": 5e-3, "dw_down": 4e-3}
-# Against the same operands in FP64: equal bits in y and dx and 2e-7 in the others, unless a BF16 rounding falls across a tie, which is then
-# quantised to another element.
+# Against the same operands in FP64: equal bits in y and dx and 2e-7 in the others, unless a BF16 rounding falls across a tie,
+# which is then quantised to another element.
 MX_LIMIT = {"y": 5e-4, "dx": 5e-4, "d_weight": 5e-5, "dw_gate_up": 5e-5, "dw_down": 5e-5}
 
 
@@ -121,7 +121,7 @@ def bf16_oracle(p: Problem):
 
 
 def mx_oracle(p: Problem):
-    """MXFP8 by its definition: every operand quantised along its contraction, products in FP64, rounded where the contract rounds."""
+    """MXFP8 by its definition: operands quantised along their contraction, products in FP64, rounded where the contract rounds."""
     round_trip, to_bf16 = mxfp8_oracle.round_trip, mxfp8_oracle.to_bf16
     x, dy, weight = p.x.astype(np.float64), p.dy.astype(np.float64), p.weight.astype(np.float64)
     y, dx, d_weight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)

@@ -144,6 +144,17 @@ def test_instruction_descriptors_are_the_ones_expected(kernels):
 
 
 @needs_cuobjdump
+def test_quantising_epilogues_use_the_hardware_conversions(kernels):
+    for kernel in kernels:
+        quantises = kernel.mx and kernel.kind in ("gate_up", "dgrad_down")
+        scales, elements = (
+            kernel.positions(r"F2FP\.SATFINITE\.E8\.F32\S*\.RP"),
+            kernel.positions(r"F2FP\.SATFINITE\.E4M3"),
+        )
+        assert bool(scales) == bool(elements) == bool(quantises), kernel
+
+
+@needs_cuobjdump
 def test_product_loop_has_no_fences_of_ordinary_memory(kernels):
     for kernel in kernels:
         loop = [kernel.code[i] for i in kernel.product_loop()]
