@@ -1,16 +1,18 @@
-"""What bounds each product of the expert layer, and how fast it could be: Hopper against measured kernels, Blackwell as a
-prediction.
+"""What bounds each product of the expert layer, and how fast it could be: Hopper against measured kernels and layers,
+Blackwell as a prediction.
 
-    python benchmarks/gpu_model.py            # both tables
+    python benchmarks/gpu_model.py            # all tables
 No measurement: rates from data sheets and public microbenchmarks, tile shapes from kernels_cuda/. A time is the largest
-of five bounds of the whole product (tensor core, shared memory, L2, HBM, issue slots of the epilogue) plus, where the
-epilogue does not run beside the products, its own time; tiles are dealt to SMs in whole waves.
+of six bounds of the whole product (tensor core, tensor memory, shared memory, L2, HBM, issue slots of the epilogue) plus,
+where the epilogue does not run beside the products, its own time; tiles are dealt to SMs in whole waves.
 
 Letters: D model width, F expert width, E experts; rows: T * K tokens, spread evenly over the experts.
 """
 
 import dataclasses
+import json
 import math
+import pathlib
 
 KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
 
@@ -28,15 +30,19 @@ class Device:
     l2_tb_s: float
     hbm_tb_s: float
     overlapped: bool  # whether a tile's epilogue runs beside the next tile's products
-    epilogue_warps: int
+    tmem_bytes: int = 0  # of tensor memory that an epilogue reads, per SM and clock; 0: accumulators are in registers
 
 
 # H200: 4096 dense BF16 FLOP a clock and SM (989 TFLOP/s at 1.83 GHz); clock under load, HBM and L2 as kernels_cuda/NOTES.md
 # found them.
-H200 = Device("H200", 132, 1.45, 4096, 8192, 128, 5.5, 4.26, False, 8)
-# B200: 2.25 and 4.5 PFLOP/s dense at 1.85 GHz, 148 SMs, 8 TB/s. How far the clock falls under load and the L2's rate are
-# guesses: the same share of the peak clock as H200's, and twice H200's L2.
-B200 = Device("B200", 148, 1.85 * 0.8, 8192, 16384, 128, 11.0, 7.1, True, 4)
+H200 = Device("H200", 132, 1.45, 4096, 8192, 128, 5.5, 4.26, False)
+# B200: 2.25 and 4.5 PFLOP/s dense at 1.85 GHz, 148 SMs, 8 TB/s. Guesses: how far the clock falls under load (the share of the
+# peak that H200 keeps), the L2's rate (twice H200's), tensor memory (128 lanes of 4 bytes a clock).
+B200 = Device("B200", 148, 1.85 * 0.8, 8192, 16384, 128, 11.0, 7.1, True, 512)
+# GB200 and GB300: 2.5 and 5 PFLOP/s, so a clock that is higher by 5 / 4.5. GB300 differs in FP4 and in the size of its memory.
+GB200 = dataclasses.replace(
+    B200, name="GB200 and GB300", clock_ghz=B200.clock_ghz * 5 / 4.5, l2_tb_s=B200.l2_tb_s * 5 / 4.5
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,14 @@ class Shape:
 
 QWEN3 = Shape("qwen3-30b-a3b", 8192, 8, 128, 2048, 768)
 KIMI = Shape("kimi-k2-share", 65536, 1, 6, 7168, 2048)
+SHAPES = (
+    QWEN3,
+    Shape("mixtral-8x7b", 8192, 2, 8, 4096, 14336),
+    Shape("qwen3.5-397b-a17b", 8192, 10, 512, 4096, 1024),
+    KIMI,
+    Shape("glm-5.2-share", 65536, 1, 4, 6144, 2048),
+    Shape("deepseek-v4-pro-share", 65536, 1, 6, 7168, 3072),
+)
 
 # Instructions an epilogue thread spends per accumulated value: conversion and store; activation; its gradient
 # (kernels_cuda/activation.h counts 20 per element of a pair); FP32 stores.
@@ -113,7 +127,11 @@ def bounds(device: Device, tile: Tile, shape: Shape, kind: str, mx: bool) -> dic
     instructions = INSTRUCTIONS[kind] + (QUANTISING.get(kind, 0) if mx else 0)
     # Four schedulers issue one warp instruction a clock each.
     epilogue = waves * tile.m * tile.n * instructions / 32 / 4 / hertz
-    found = {"tensor": tensor, "shared": shared, "l2": l2, "hbm": hbm, "issue": epilogue}
+    tmem = 0.0
+    if device.tmem_bytes:  # accumulators are read once; MXFP8 writes 512-byte scale atoms to all four lane quarters
+        atoms = (1 + tile.n / 128) * k / 128 if mx else 0.0
+        tmem = waves * (tile.m * tile.n * 4 + atoms * 2048) / device.tmem_bytes / hertz
+    found = {"tensor": tensor, "tmem": tmem, "shared": shared, "l2": l2, "hbm": hbm, "issue": epilogue}
     found["time"] = (
         max(found.values()) * rounding if device.overlapped else max(tensor, shared, l2, hbm) * rounding + epilogue
     )
@@ -137,7 +155,7 @@ MEASURED = {
 
 def table(device: Device, tile: Tile, shape: Shape, mx: bool, measured: dict[str, int] | None = None) -> list[str]:
     """Markdown rows: bounds, prediction and TFLOP/s, and the error against what was measured."""
-    names = ("tensor", "shared", "l2", "hbm", "issue")
+    names = ("tensor", "tmem", "shared", "l2", "hbm", "issue")
     lines = [
         f"{device.name}, {'MXFP8' if mx else 'BF16'}, {shape.name}, {tile.blocks} x ({tile.m} x {tile.n}), microseconds",
         "",
@@ -159,12 +177,56 @@ def table(device: Device, tile: Tile, shape: Shape, mx: bool, measured: dict[str
     return lines
 
 
+def layer(device: Device, tile: Tile, shape: Shape, mx: bool, backward: bool) -> float:
+    """TFLOP/s of a whole pass: its products one after another, and around them what moves rows at the speed of memory."""
+    kinds = KINDS[2:] if backward else KINDS[:2]
+    microseconds = sum(bounds(device, tile, shape, kind, mx)["time"] for kind in kinds)
+    tokens, rows = shape.tokens * shape.d, shape.rows * shape.d
+    brought = 2 * tokens + rows * (
+        1 if mx else 2
+    )  # dispatch, or quantising while gathering; in the backward of x and of dy
+    moved = (2 if backward else 1) * brought + 2 * (rows + tokens)  # and combine
+    microseconds += moved / device.hbm_tb_s / 1e6
+    return sum(flop(shape, kind) for kind in kinds) / microseconds / 1e6
+
+
+def measured_layers() -> dict[tuple[str, str], float]:
+    """TFLOP/s of our BF16 layer on an H200 by shape and pass: the newest lines of the result file."""
+    path = pathlib.Path(__file__).parent / "results" / "h200" / "moe_layer.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        (line["shape"], line["pass"]): line["tflops"]
+        for line in lines
+        if line["impl"] == "moejax-native" and line["recipe"] == "bf16" and line["tflops"]
+    }
+
+
+def layer_table(device: Device, mx: bool, measured: dict[tuple[str, str], float] | None = None) -> list[str]:
+    """Markdown rows: TFLOP/s of forward and backward, and the errors against what was measured."""
+    cells = [" forward | backward |"] + ([" measured | error | measured | error |"] if measured else [])
+    lines = [f"{device.name}, {'MXFP8' if mx else 'BF16'}, whole layers, TFLOP/s", "", "| shape |" + "".join(cells)]
+    lines.append("|" + "---|" * (3 + (4 if measured else 0)))
+    for shape in SHAPES:
+        found = [layer(device, Tile(128, 256, 2), shape, mx, backward) for backward in (False, True)]
+        row = f"| {shape.name} | {found[0]:.0f} | {found[1]:.0f} |"
+        for predicted, name in zip(found, ("forward", "backward"), strict=True) if measured else ():
+            real = measured[shape.name, name]
+            row += f" {real:.0f} | {100 * (predicted / real - 1):+.0f} % |"
+        lines.append(row)
+    return lines
+
+
 def main() -> None:
-    print("\n".join(table(H200, Tile(128, 256, 2), QWEN3, False, MEASURED)))
+    pair = Tile(128, 256, 2)
+    print("\n".join(table(H200, pair, QWEN3, False, MEASURED)))
+    print("\n" + "\n".join(layer_table(H200, False, measured_layers())))
     for shape in (QWEN3, KIMI):
-        for tile in (Tile(128, 128, 1), Tile(128, 256, 1), Tile(128, 256, 2)):  # compiled are the last two
+        for tile in (Tile(128, 128, 1), Tile(128, 256, 1), pair):  # compiled are the last two
             print("\n" + "\n".join(table(B200, tile, shape, True)))
-    print("\n" + "\n".join(table(B200, Tile(128, 256, 2), QWEN3, False)))
+    print("\n" + "\n".join(table(B200, pair, QWEN3, False)))
+    for device in (B200, GB200):
+        for mx in (True, False):
+            print("\n" + "\n".join(layer_table(device, mx)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 // for bit.
 //
 // 512 columns, for experts with up to 192 rows: tiles of 64 rows, of which each warpgroup takes half of the columns. 128 columns, up to
-// 640 rows: tiles of 128 rows, which the warpgroups take in turn.
+// 576 rows: tiles of 128 rows, which the warpgroups take in turn.
 #pragma once
 
 #include "mma_sm90.h"
@@ -31,7 +31,7 @@ struct ResidentConfig {
 
   // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of mma_sm90.h.
   static constexpr int kStageBytes = kPanelsA * kPanelBytes;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = kSplit ? 4 : 14 - kBlocks;
   static constexpr int kColumnsOffset = kStages * kStageBytes;
   static constexpr int kColumnBytes = kPanelsB * kPanelBytes;
   static constexpr int kBarrierOffset = kColumnsOffset + kBlocks * kColumnBytes;
@@ -52,22 +52,31 @@ struct ResidentConfig {
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
-// Up to 192 and 640 rows. Rows of output in a strip: kTileM * kStripTiles.
+// Up to 192 and 576 rows. What of shared memory B does not take is the lookahead of operand A.
 using ResidentWide = ResidentConfig<512, 3>;
-using ResidentTall = ResidentConfig<128, 10>;
+using ResidentTall = ResidentConfig<128, 9>;
 
-// One strip as every role sees it.
+// One strip as every role sees it. The row tiles of both matrices of kWgradGateUp follow one another (Pairs::kStrips).
 template <class Config>
 struct Strip {
-  Task tile;  // of this block; m0 is the first tile's
-  int k_blocks, tiles;
+  Task task;  // of this block; m0 is the first tile's
+  int k_blocks, tiles, matrix_tiles;
   bool resident;
   template <class Arguments>
-  MOE_FN Strip(const Task& task, Kind kind, uint32_t rank, const Arguments& args)
-      : tile(block_tile<Config>(task, kind, rank)), k_blocks((task.rows + 63) / 64) {
-    const int left = (args.m_extent - task.m0 + Config::kTileM - 1) / Config::kTileM;
+  MOE_FN Strip(const Task& of, Kind kind, uint32_t rank, const Arguments& args)
+      : task(block_tile<Config>(of, kind, rank)),
+        k_blocks((of.rows + 63) / 64),
+        matrix_tiles((args.m_extent + Config::kTileM - 1) / Config::kTileM),
+        resident(k_blocks <= Config::Columns::kStages) {
+    const int left = (kind == kWgradGateUp ? 2 : 1) * matrix_tiles - of.m0 / Config::kTileM;
     tiles = left < Config::kStripTiles ? left : Config::kStripTiles;
-    resident = k_blocks <= Config::Columns::kStages;
+  }
+  MOE_FN Task tile(int t) const {
+    Task one = task;
+    const int at = task.m0 / Config::kTileM + t;
+    one.half = static_cast<uint8_t>(at >= matrix_tiles ? 1 : 0);
+    one.m0 = Config::kTileM * (at - one.half * matrix_tiles);
+    return one;
   }
 };
 
@@ -76,10 +85,10 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
                        Ring<Isa, typename Config::Columns>& columns) {
   const Strip<Config> strip(task, kKind, rank, args);
-  const Task& tile = strip.tile;
-  wait_ready<Isa>(tile, args);
+  wait_ready<Isa>(task, args);
   MOE_NO_UNROLL
   for (int t = 0; t < strip.tiles; ++t) {
+    const Task tile = strip.tile(t);
     MOE_NO_UNROLL
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
       const int row = tile.row0 + 64 * kb;
@@ -97,13 +106,18 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
       // Two panels, one brought by each block for both; or one, brought by each in turn.
       const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
       if (Config::kPanelsA == 2 || ring.stage % 2 == rank) {
-        const int column = tile.m0 + Config::kTileM * t + 64 * static_cast<int>(panel);
-        Isa::load_panel_both(&args.a, ring.full(), ring.data() + panel * kPanelBytes, column, row, tile.half, 0);
+        const int column = tile.m0 + 64 * static_cast<int>(panel);
+        Isa::template load_panel_both<Config::kSplit>(&args.a, ring.full(), ring.data() + panel * kPanelBytes, column, row, tile.half, 0);
       }
       ring.advance();
     }
   }
 }
+
+template <int kSteps>
+struct Steps {
+  static constexpr int value = kSteps;
+};
 
 // A consumer warpgroup. The order of products among the two is strict: a warpgroup that waits for its turn can't be two phases ahead
 // of a ring that the other one walks.
@@ -140,7 +154,7 @@ struct ResidentConsumer {
     if (lane < (for_both ? 2u : 1u)) Isa::barrier_arrive(empty);
   }
 
-  // The products of one tile, which has K blocks. first: operand B has yet to be seen full; last: its stages go back.
+  // The products of one tile, which has K blocks; those of the last block in steps of 16 rows, as many as there are. first: operand B has yet to be seen full; last: its stages go back.
   MOE_FN void multiply(const Strip<Config>& strip, bool first, bool last, Rows& ring, Columns at) {
     const bool for_both = !strip.resident && !Config::kSplit;
     uint32_t previous = 0, previous_columns = 0;
@@ -148,14 +162,13 @@ struct ResidentConsumer {
       release_rows(previous);
       if (last) release_columns(previous_columns, for_both);
     };
-    MOE_NO_UNROLL
-    for (int kb = 0; kb < strip.k_blocks; ++kb) {
+    auto block = [&](auto steps, bool follows) {
       if (first) Isa::barrier_wait(at.full(), at.phase);
       Isa::barrier_wait(ring.full(), ring.phase);
       const uint64_t desc_b = panel_descriptor(at.data() + (Config::kSplit ? consumer * (Config::kOwnN / 64) * kPanelBytes : 0), true);
       Isa::mma_fence();
       MOE_UNROLL
-      for (int k16 = 0; k16 < Config::kBlockK / 16; ++k16) {
+      for (int k16 = 0; k16 < decltype(steps)::value; ++k16) {
         MOE_UNROLL
         for (int m = 0; m < Config::kOwnM; ++m) {
           const uint64_t desc_a = panel_descriptor(ring.data() + m * kPanelBytes, true);
@@ -163,7 +176,7 @@ struct ResidentConsumer {
         }
       }
       Isa::mma_commit();
-      if (kb > 0) {
+      if (follows) {
         Isa::template mma_wait<1>();  // the previous block's products have read their stages
         give_back();
       }
@@ -171,7 +184,14 @@ struct ResidentConsumer {
       previous_columns = at.empty();
       ring.advance();
       at.advance();
-    }
+    };
+    const int whole = strip.task.rows / 64, rest = (strip.task.rows % 64 + 15) / 16;
+    MOE_NO_UNROLL
+    for (int kb = 0; kb < whole; ++kb) block(Steps<4>{}, kb > 0);
+    if (rest == 4) block(Steps<4>{}, whole > 0);
+    if (rest == 3) block(Steps<3>{}, whole > 0);
+    if (rest == 2) block(Steps<2>{}, whole > 0);
+    if (rest == 1) block(Steps<1>{}, whole > 0);
     if (strip.resident || !Config::kSplit) pass_turn();
     Isa::template mma_wait<0>();
     give_back();
@@ -194,7 +214,7 @@ struct ResidentConsumer {
   template <class Arguments>
   MOE_FN void run(const Task& task, const Arguments& args, uint32_t rank, Rows& ring, Columns& columns) {
     const Strip<Config> strip(task, kKind, rank, args);
-    const bool live = strip.tile.n0 < args.n_extent;
+    const bool live = strip.task.n0 < args.n_extent;
     const bool resident = strip.resident;
     constexpr int kStep = Config::kSplit ? 1 : 2;
     const int own = Config::kSplit ? 0 : static_cast<int>((tiles ^ consumer) & 1);  // this warpgroup's first tile
@@ -222,7 +242,7 @@ struct ResidentConsumer {
       const int skipped = t + 1 < strip.tiles ? (kStep - 1) * strip.k_blocks : 0;  // the next tile is the other warpgroup's
       if (!Config::kSplit) ring.skip(skipped);
       if (!resident) columns.skip(strip.k_blocks + skipped);
-      if (live) write(strip.tile, t, args);
+      if (live) write(strip.tile(t), args);
     }
     if (resident) {
       if (last_tile < 0) {  // no tile of this strip: the stages of B are given back all the same
@@ -245,12 +265,12 @@ struct ResidentConsumer {
   }
 
   template <class Arguments>
-  MOE_FN void write(const Task& tile, int t, const Arguments& args) {
+  MOE_FN void write(const Task& tile, const Arguments& args) {
     const int column = tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0);
     MOE_UNROLL
     for (int m = 0; m < Config::kOwnM; ++m) {
-      const int first = tile.m0 + Config::kTileM * t + 64 * m + static_cast<int>(row);
-      store_gradient<Isa, Config::kOwnN>(acc[m], tile, kKind, first, column, args);
+      const int first = tile.m0 + 64 * m + static_cast<int>(row);
+      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, first, column, args);
     }
   }
 };

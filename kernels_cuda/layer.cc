@@ -75,6 +75,10 @@ bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == 
 Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
+  if (is_wgrad(kind)) {  // one operand at rest where the rows of most experts fit
+    const int64_t slots = s.tokens * s.top_k;
+    return slots <= s.experts * 176 ? kWayResident512 : slots <= s.experts * 544 ? kWayResident128 : kWayDispatched;
+  }
   const bool few = s.tokens * s.top_k <= s.experts * TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
@@ -128,6 +132,8 @@ Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
     using Config = decltype(config);
     t.tile_m = Config::kStripTiles * Config::kTileM;
     t.step_n = Config::kTileN;
+    t.m_extent = div_up(t.m_extent, Config::kTileM) * Config::kTileM;
+    t.pairs = Pairs::kStrips;
   };
   switch (layout) {
     case Layout::kTokensM: t.tile_m = 2 * kTileM, t.pairs = Pairs::kRows; break;

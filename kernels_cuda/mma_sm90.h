@@ -150,8 +150,9 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
 
 // --- consumers -------------------------------------------------------------------------------------------------------------------
 // kColumns columns of a weight gradient from the registers: neighbouring lanes exchange halves of column blocks 2 jj and 2 jj + 1, so that
-// each writes 16 bytes and four lanes 64 bytes of a row. `row`: of this thread's values 0 and 1 in the whole matrix.
-template <class Isa, int kColumns, int kCount, class Arguments>
+// each writes 16 bytes and four lanes 64 bytes of a row. `row`: of this thread's values 0 and 1 in the whole matrix. kStream: what is
+// written leaves L2 before what is read.
+template <class Isa, int kColumns, bool kStream, int kCount, class Arguments>
 MOE_FN void store_gradient(const float (&acc)[kCount], const Task& tile, Kind kind, int row, int column, const Arguments& args) {
   const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
   const uint32_t lane = Isa::lane_index();
@@ -169,7 +170,7 @@ MOE_FN void store_gradient(const float (&acc)[kCount], const Task& tile, Kind ki
       const float got1 = Isa::shuffle_xor(Isa::select(odd, acc[a + 1], acc[b + 1]), 1);
       const float v0 = Isa::select(odd, got0, acc[a]), v1 = Isa::select(odd, got1, acc[a + 1]);
       const float v2 = Isa::select(odd, acc[b], got0), v3 = Isa::select(odd, acc[b + 1], got1);
-      if (16 * jj < columns) Isa::store_float4(at + 16 * jj, v0, v1, v2, v3);
+      if (16 * jj < columns) Isa::template store_float4<kStream>(at + 16 * jj, v0, v1, v2, v3);
     }
     at += 8 * pitch;
   }
@@ -298,7 +299,7 @@ struct Epilogue {
     constexpr int kStagedParts = Config::kStagedPanels;
     constexpr int kDirectColumns = Config::kTileN - 32 * kStagedParts;
     const int first_row = tile.m0 + 64 * static_cast<int>(consumer) + row_in_group();
-    store_gradient<Isa, kDirectColumns>(acc, tile, kind, first_row, tile.n0, args);
+    store_gradient<Isa, kDirectColumns, false>(acc, tile, kind, first_row, tile.n0, args);
     begin_tile();
     MOE_UNROLL
     for (int part = 0; part < kStagedParts; ++part) {

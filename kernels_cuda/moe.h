@@ -32,7 +32,7 @@ enum Way : uint8_t {
   kWayGatheredN,   // tokens on the N side, read where they are
   // Weight gradients, not when accumulating: so many columns of one operand stay in shared memory (gemm_resident.h).
   kWayResident512,  // for experts with up to 192 rows
-  kWayResident128,  // up to 640
+  kWayResident128,  // up to 576
   kNumWays,
 };
 constexpr int kNumProducts = 6;  // gate_up, down, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up: Kind in task.h

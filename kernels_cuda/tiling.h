@@ -12,6 +12,7 @@ enum class Pairs : uint8_t {
   kNone,     // a tile per task: one block's, or one that a pair of blocks computes together (Blackwell)
   kRows,     // two neighbouring row tiles share columns; an odd last one shares its rows between two column tiles (Hopper)
   kColumns,  // two column tiles share rows
+  kStrips,   // the same, and the rows of both matrices of kWgradGateUp follow one another, each to a whole number of tiles
 };
 
 struct Tiling {
@@ -32,12 +33,14 @@ struct TaskGrid {
 };
 MOE_HOST_FN TaskGrid task_grid(const Tiling& t, int rows) {
   const bool wgrad = is_wgrad(t.kind);
-  const int extent = wgrad ? t.m_extent : rows;
+  const bool strips = t.pairs == Pairs::kStrips;
+  const int matrices = t.kind == kWgradGateUp ? 2 : 1;
+  const int extent = strips ? matrices * t.m_extent : wgrad ? t.m_extent : rows;
   TaskGrid g;
   g.columns = div_up(t.n_extent, t.step_n);
   g.rows = t.pairs == Pairs::kRows ? div_up(extent, t.tile_m / 2) / 2 : t.pairs == Pairs::kNone ? div_up(extent, t.tile_m) : 0;
-  g.shared_rows = t.pairs == Pairs::kRows ? div_up(extent, t.tile_m / 2) % 2 : t.pairs == Pairs::kColumns ? div_up(extent, t.tile_m) : 0;
-  g.matrices = t.kind == kWgradGateUp ? 2 : 1;
+  g.shared_rows = t.pairs == Pairs::kRows ? div_up(extent, t.tile_m / 2) % 2 : t.pairs == Pairs::kNone ? 0 : div_up(extent, t.tile_m);
+  g.matrices = strips ? 1 : matrices;
   g.total = wgrad && rows == 0 && t.skip_empty ? 0 : g.matrices * (g.rows * g.columns + g.shared_rows * div_up(g.columns, 2));
   return g;
 }

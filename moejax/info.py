@@ -56,7 +56,7 @@ def _modules() -> list[str]:
         else:
             major, minor = divmod(module.cuda_version(), 1000)
             targets = ", ".join(module.targets())
-            lines.append(f"  CUDA runtime {major}.{minor // 10}, compiled for {targets}; the expert layer for sm_90a")
+            lines.append(f"  CUDA runtime {major}.{minor // 10}, compiled for {targets}")
     return lines
 
 

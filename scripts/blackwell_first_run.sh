@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # For the first person with a B200, GB200, B300 or GB300: builds the Blackwell kernels, tests every program against plain loops, runs them
-# under compute-sanitizer and with guards on tensor memory, times them, and leaves one file to send.
-# None of this has run on such a GPU before: expect a failure, and send the file either way.
+# under compute-sanitizer and with guards on tensor memory, times them, runs moejax's self-test of the whole layer, and leaves one file to
+# send. None of this has run on such a GPU before: expect a failure, and send the file either way.
 #
-# Needs: nvcc 13.0 or newer, a C++17 compiler. Takes about ten minutes, most of it compute-sanitizer.
+# Needs: nvcc 13.0 or newer, a C++17 compiler; for the self-test Python 3.12 and JAX with CUDA, as `make cuda` installs. Takes about fifteen
+# minutes, most of it compute-sanitizer.
 #   scripts/blackwell_first_run.sh [RESULT_FILE]
 set -u
 cd "$(dirname "$0")/.."
@@ -48,9 +49,20 @@ else
 fi
 run bench timeout 600 "$build/sm100_device" bench
 
+# The layer as a user's program would run it: schedule, dispatch, quantisers, products, combine, through XLA's FFI.
+python=${VENV:-.venv}/bin/python
+run module make cuda
+run info "$python" -m moejax.info
+run selftest timeout 900 "$python" -m moejax.selftest --backend native
+
 if grep -q '"failures": 0' "$result"; then
   say "all programs agree with plain loops"
 else
-  say "some programs failed; nothing in moejax uses these kernels, its xla backend runs MXFP8 and BF16 on this GPU"
+  say "some programs failed"
+fi
+if grep -qE '^[1-9][0-9]* ok, 0 failed' "$result"; then
+  say "the layer agrees with the exact path"
+else
+  say "the layer failed, or could not run; moejax refuses it on this GPU then, and moe.backend=xla runs BF16 and MXFP8"
 fi
 echo "please send $result"

@@ -15,8 +15,11 @@ from models.decoder import Decoder
 from moejax.checkpoint import named_leaves
 from moejax.config import Config, MeshConfig
 from moejax.mesh import make_mesh
+from moejax.training.gradients import splits_by_hand
 from moejax.training.state import abstract_state, create_state, make_init, make_skeleton
 from moejax.training.step import make_step, split_batch
+from tests.hlo_checks import collectives, over, reductions_in_loops
+from tests.test_moe_transport import ragged_reference
 from tests.tiny import tiny_batch, tiny_config
 
 E, D, F, LAYERS = 8, 32, 64, 2
@@ -88,7 +91,7 @@ MESHES = [
     pytest.param({"data": 8}, marks=SLOW),
     pytest.param({"fsdp": 4}, marks=SLOW),
     pytest.param({"data": 4, "expert": 2}, marks=SLOW),
-    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=SLOW),  # this one and the next: placed by the compiler
+    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=SLOW),  # one key/value head, which two devices share
     pytest.param({"data": 2, "expert": 2, "context": 2}, marks=SLOW),
 ]
 
@@ -109,6 +112,27 @@ def test_every_gradient_leaf_is_that_of_one_device(axes):
         np.testing.assert_allclose(metrics[name], want[name], rtol=2e-6, err_msg=name)
     for name in ("tokens", "scored", "count_NxE", "dropped_N"):
         np.testing.assert_array_equal(metrics[name], want[name], name)
+
+
+@SLOW
+def test_every_transport_gives_the_step_of_one_device_and_the_bits_of_the_others(monkeypatch):
+    """XLA has no ragged all-to-all on the CPU, so what the step asks of it runs on a reference of it."""
+    monkeypatch.setattr("moejax.ops.transport.refuses", lambda *_: None)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_reference)
+    want_before, want_after, _ = on_one_device("sgd", 2, 1)
+    results = {}
+    for transport in ("all_gather", "all_to_all", "ragged_all_to_all"):
+        config = config_of()
+        moe = dataclasses.replace(config.moe, transport=transport, minibatch_rows=128)
+        config = dataclasses.replace(config, moe=moe)
+        before, after, metrics = run(config, mesh_of(expert=4))
+        results[transport] = after
+        for name in want_before:
+            assert relative(before[name] - after[name], want_before[name] - want_after[name]) < 1e-6, (transport, name)
+        assert metrics["moved_bytes_N"].min() > 0
+    for transport, after in results.items():
+        for name, leaf in after.items():
+            assert leaf.tobytes() == results["all_gather"][name].tobytes(), (transport, name)
 
 
 def test_unrolled_layers_accumulate_the_same_gradients():
@@ -160,15 +184,64 @@ class Plain(nnx.Module):
 
 
 @SLOW
-def test_a_model_without_stacks_gets_the_same_gradients():
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 2, "context": 2}], ids=str)
+def test_a_model_without_stacks_gets_the_same_gradients(axes):
+    """It does not say that it splits sequences itself, so on a mesh that does the compiler has the step."""
     config = config_of()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, module=f"{__name__}:Plain"))
-    before, after, _ = run(config, mesh_of(data=2, fsdp=2, expert=2))
+    mesh = mesh_of(**axes)
+    assert splits_by_hand(mesh.abstract_mesh, config) == ("context" not in axes)
+    before, after, _ = run(config, mesh)
     want_before, want_after, _ = on_one_device("sgd", 2, 1)
     for name in want_before:
         gradient = before[f"inner.{name}"] - after[f"inner.{name}"]
         # Its weights start as the other model's do: the same keys are drawn in the same order.
         assert relative(gradient, want_before[name] - want_after[name]) < 1e-6, name
+
+
+def own_heads(**changes) -> Config:
+    """Four query and two key/value heads with norms of their own, and an embedding that is the head."""
+    config = config_of()
+    model = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": "head", "tie_embeddings": True, "attention_bias": True}
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model | changes))
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("axes", "qk_norm"),
+    [({"expert": 2, "context": 2, "tensor": 2}, "head"), ({"data": 2, "tensor": 2}, "full")],
+    ids=["by hand", "by the compiler"],
+)
+def test_heads_norms_and_tied_embeddings_split_over_tensor(axes, qk_norm):
+    config = own_heads(qk_norm=qk_norm)
+    mesh = mesh_of(**axes)
+    assert splits_by_hand(mesh.abstract_mesh, config) == (qk_norm == "head")
+    before, after, metrics = run(config, mesh)
+    want_before, want_after, want = run(config)
+    for name in want_before:
+        gradient, expected = before[name] - after[name], want_before[name] - want_after[name]
+        assert relative(gradient, expected) < 2e-6, name
+    for name in ("loss", "balance_loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], want[name], rtol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 2, "context": 2, "tensor": 2}, pytest.param({"data": 2, "expert": 2, "tensor": 2}, marks=SLOW)],
+    ids=str,
+)
+def test_steps_that_split_sequences_and_heads_reduce_gradients_once(axes):
+    """Inside the loops only what a piece must know of the others: keys' and values' gradients, counts of rows, heads' outputs."""
+    with jax.set_mesh(mesh := mesh_of(**axes)):
+        text = lowered(config_of(), mesh).compile(QUICK).as_text()
+    found = collectives(text, mesh)
+    inside = reductions_in_loops(found)
+    assert [one for one in inside if one.axes & {"data", "fsdp", "expert"}] == []
+    of_sequences = [(dtype, sizes) for one in inside if "context" in one.axes for dtype, sizes in one.shapes]
+    assert all(dtype == "s32" or len(sizes) == 4 for dtype, sizes in of_sequences), of_sequences
+    assert bool(of_sequences) == ("context" in axes)
+    gathers = [one for one in over(found, "all-gather", "data", "fsdp", "expert") if one.loops]
+    assert all(dtype == "s32" for one in gathers for dtype, _ in one.shapes), gathers  # counts of rows
 
 
 def loops(text: str) -> str:

@@ -77,8 +77,18 @@ struct Sm90 {
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
   }
-  // The same panel lands at the same shared address, and is counted on the same barrier, in both blocks of the cluster.
+  // The same panel lands at the same shared address, and is counted on the same barrier, in both blocks of the cluster. kKeep: L2 is asked
+  // to keep it, since others read it too (the policy is what createpolicy.fractional.L2::evict_last gives).
+  template <bool kKeep = false>
   static MOE_FN void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
+    if constexpr (kKeep) {
+      asm volatile(
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+          "[%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(dst),
+          "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(3)), "l"(0x14F0000000000000ull)
+          : "memory");
+      return;
+    }
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
@@ -177,8 +187,14 @@ struct Sm90 {
 
   // --- global memory, flags ------------------------------------------------------------------------------------------------
   static MOE_FN void store_vector(void* address, const Vector& v) { *static_cast<Vector*>(address) = v; }
+  template <bool kStream>  // a line that is written and not read soon is the first to leave L2
   static MOE_FN void store_float4(float* address, float a, float b, float c, float d) {
-    *reinterpret_cast<float4*>(address) = make_float4(a, b, c, d);
+    const float4 v = make_float4(a, b, c, d);
+    if constexpr (kStream) {
+      __stcs(reinterpret_cast<float4*>(address), v);
+    } else {
+      *reinterpret_cast<float4*>(address) = v;
+    }
   }
   static MOE_FN int load_acquire(const int* address) {
     int value;

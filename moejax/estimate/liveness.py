@@ -190,9 +190,7 @@ def _join_sums(program: _Program) -> None:
     steps: list[_Step] = []
     for step in program.steps:
         read = set(step.looks_at)
-        for key, earlier in list(waiting.items()):
-            if not read.isdisjoint(earlier.makes):
-                del waiting[key]
+        waiting = {key: one for key, one in waiting.items() if read.isdisjoint(one.makes)}
         if step.name in _SUMS:
             key = (step.name, str(step.params.get("axes")), str(step.params.get("axis_index_groups")))
             if (earlier := waiting.get(key)) is not None:

@@ -10,8 +10,10 @@ from flax import nnx
 from moejax.config import ModelConfig
 from moejax.nn import param
 from moejax.nn.layers import RMSNorm
+from moejax.ops import attention_split, hand_split
 from moejax.ops.attention import attend, attention
 from moejax.ops.linear import linear
+from moejax.ops.norm import rms_norm
 from moejax.ops.rope import rotate
 
 
@@ -47,6 +49,7 @@ class Attention(nnx.Module):
         self.qk_norm = config.qk_norm
         self.implementation = config.attention
         self.head_dim = head_dim
+        self.num_kv_heads = config.num_kv_heads
 
     def __call__(self, x_BxLxD: jax.Array, turns: tuple[jax.Array, jax.Array], segment_BxL: jax.Array) -> jax.Array:
         """Attention output before the residual is added.
@@ -59,8 +62,9 @@ class Attention(nnx.Module):
           (B, L, D) in the dtype of x.
         """
         with jax.named_scope("attention"):
-            q, k, v = self._project(x_BxLxD, turns)
-            return linear(attention(q, k, v, segment_BxL, implementation=self.implementation), self.w_o[...])
+            q, k, v = self._project(hand_split.enter(x_BxLxD), turns)
+            out_BxLxNH = attention(q, k, v, segment_BxL, implementation=self.implementation)
+            return hand_split.leave(linear(out_BxLxNH, self.w_o[...]))
 
     def decode(
         self,
@@ -94,7 +98,12 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))
         if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (
+                rms_norm(x, hand_split.enter(norm.scale[...]), norm.eps)
+                for x, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+        if hand_split.pieces(hand_split.TENSOR) > 1 and k.shape[2] == self.num_kv_heads:  # whole: devices share heads
+            k, v = (attention_split.own_head(x, q.shape[2]) for x in (k, v))
         return rotate(q, turns), rotate(k, turns), v
 
 

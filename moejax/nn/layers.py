@@ -10,6 +10,7 @@ from flax import nnx
 
 from moejax.config import ActivationConfig
 from moejax.nn import param
+from moejax.ops import hand_split
 from moejax.ops.linear import linear
 from moejax.ops.mlp import gated_mlp
 from moejax.ops.norm import rms_norm
@@ -61,6 +62,11 @@ class Embedding(nnx.Module):
 
     def _rows(self, token_BxL):
         table_VxD, sharding = self.table[...], jax.typeof(token_BxL).sharding
+        if hand_split.pieces(hand_split.TENSOR) > 1:
+            size = table_VxD.shape[0]
+            own_BxL = token_BxL - jax.lax.axis_index(hand_split.TENSOR) * size
+            here_BxLx1 = ((own_BxL >= 0) & (own_BxL < size))[..., None]
+            return hand_split.leave(jnp.where(here_BxLx1, table_VxD[jnp.clip(own_BxL, 0, size - 1)], 0.0))
         if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
             return table_VxD[token_BxL]
         # Under explicit axes a look-up must say where its rows go: with their tokens.

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from moejax.ops import hand_split
+
 OUT_NAME, LSE_NAME = (
     "attention_out",
     "attention_lse",
@@ -56,6 +58,8 @@ def attention(
         raise ValueError(f"{heads} query heads with {kv_heads} key/value heads: the second must divide the first")
     from moejax.ops import attention_split  # late: it imports this file
 
+    if hand_split.pieces(hand_split.CONTEXT) > 1:
+        return attention_split.split_sequence(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block, implementation)
     if (mesh := attention_split.open_mesh()) is not None:
         return attention_split.attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, mesh, block, implementation)
     return local_attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block, implementation)

@@ -1,4 +1,5 @@
-"""Attention on a mesh that splits heads (`tensor`) or the sequence (`context`): one `shard_map` around `attention.py`.
+"""Attention on a mesh that splits heads (`tensor`) or the sequence (`context`): one `shard_map` around `attention.py`, or, where
+a whole step is inside one already (`hand_split.py`), what runs inside it.
 
 Heads need nothing from each other; where there are fewer key/value heads than devices, several devices use one. Of a split
 sequence each device has its queries and gathers keys and values of the whole one, in both passes, so that they are never
@@ -17,8 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.mesh import RULES
 from moejax.ops.attention import LSE_NAME, OUT_NAME, backward, forward, local_attention
-
-CONTEXT, TENSOR = "context", "tensor"
+from moejax.ops.hand_split import CONTEXT, TENSOR
 
 
 def open_mesh() -> jax.sharding.AbstractMesh | None:
@@ -27,6 +27,27 @@ def open_mesh() -> jax.sharding.AbstractMesh | None:
     if mesh.empty or any(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types):
         return None
     return mesh if _size(mesh, CONTEXT) * _size(mesh, TENSOR) > 1 else None
+
+
+def own_head(leaf_BxLxCxH: jax.Array, heads: int) -> jax.Array:
+    """Of all key/value heads the one that the query heads of this device share: (B, L, 1, H). Inside `shard_map`.
+
+    Args:
+      heads: query heads of this device.
+    """
+    group = heads * jax.lax.axis_size(TENSOR) // leaf_BxLxCxH.shape[2]
+    return jax.lax.dynamic_slice_in_dim(leaf_BxLxCxH, jax.lax.axis_index(TENSOR) * heads // group, 1, axis=2)
+
+
+def split_sequence(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, block: int, implementation: str) -> jax.Array:
+    """`attention.attention` of the queries of this device with the keys of the whole sequence. Inside `shard_map`.
+
+    Raises:
+      ValueError: cuDNN was asked for.
+    """
+    if implementation == "cudnn":
+        raise ValueError(f"model.attention is cudnn and mesh axis {CONTEXT!r} splits the sequence: use xla")
+    return _split_sequence(block, q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL)
 
 
 def attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, mesh, block: int, implementation: str) -> jax.Array:
@@ -44,16 +65,12 @@ def attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, mesh, block: int, im
             raise ValueError(
                 f"{size} {what} do not split over {_size(mesh, axis)} devices of mesh axis {axis!r}: use a divisor"
             )
-    if implementation == "cudnn" and _size(mesh, CONTEXT) > 1:
-        raise ValueError(f"model.attention is cudnn and mesh axis {CONTEXT!r} splits the sequence: use xla")
     rows = _batch_axes(batch, mesh)
     # Axes of size 1 are named too: over one that is not, the transpose of `shard_map` would sum.
     context, tensor = (axis if axis in mesh.shape else None for axis in (CONTEXT, TENSOR))
     heads_spec, segment_spec = jax.P(rows, context, tensor), jax.P(rows, context)
-    if _size(mesh, CONTEXT) == 1:
-        run = functools.partial(local_attention, block=block, implementation=implementation)
-    else:
-        run = functools.partial(_split_sequence, block)
+    run = local_attention if _size(mesh, CONTEXT) == 1 else split_sequence
+    run = functools.partial(run, block=block, implementation=implementation)
     if shared:
         run = functools.partial(_own_head, run, heads // splits)
     kv_spec = jax.P(rows, context, None if shared else tensor)
@@ -66,10 +83,7 @@ def attention(q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL, mesh, block: int, im
 
 def _own_head(run, heads: int, q_BxLxNxH, k_BxLxCxH, v_BxLxCxH, segment_BxL):
     """`run` with the one key/value head that the `heads` query heads of this device share, out of all of them."""
-    group = heads * jax.lax.axis_size(TENSOR) // k_BxLxCxH.shape[2]
-    head = jax.lax.axis_index(TENSOR) * heads // group
-    k_BxLx1xH, v_BxLx1xH = (jax.lax.dynamic_slice_in_dim(leaf, head, 1, axis=2) for leaf in (k_BxLxCxH, v_BxLxCxH))
-    return run(q_BxLxNxH, k_BxLx1xH, v_BxLx1xH, segment_BxL)
+    return run(q_BxLxNxH, own_head(k_BxLxCxH, heads), own_head(v_BxLxCxH, heads), segment_BxL)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config import BalanceConfig
+from moejax.ops import hand_split
 from moejax.ops.spec import MoESpec
 
 
@@ -75,7 +76,9 @@ def router_stats(
     lse_BxL = jnp.where(mask_BxL, lse_BxL, 0.0)
     # The loss of a row is f . P with f = E count / (K tokens) and P = prob_sum / tokens; times its tokens, one of them
     # cancels.
-    row_loss_BxE = count_BxE * (experts / top_k) * prob_sum_BxE / jnp.maximum(tokens_B, 1)[..., None]
+    # Linear in P: of a row that several devices have pieces of, each adds its own part.
+    whole_BxE, whole_B = hand_split.of_row(count_BxE), hand_split.of_row(tokens_B)
+    row_loss_BxE = whole_BxE * (experts / top_k) * prob_sum_BxE / jnp.maximum(whole_B, 1)[..., None]
     fixed_BxLxE = jax.lax.stop_gradient(prob_BxLxE)
     safe_BxLxE = jnp.where(fixed_BxLxE == 0.0, 1.0, fixed_BxLxE)  # p log p is 0 at 0
     rows = tuple(range(count_BxE.ndim - 1))

@@ -15,6 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from moejax.ops import hand_split
+
 UNSCORED = -1  # target of positions that do not count: padding, and the last token of a document
 
 
@@ -49,7 +51,7 @@ def cross_entropy(
     batch, length = target_BxL.shape
     positions = min(length, max(1, chunk // batch))
     count = jnp.sum(target_BxL != UNSCORED, dtype=jnp.int32)
-    return _nll_sum(hidden_BxLxD, w_VxD, target_BxL, positions), count
+    return _nll_sum(hand_split.enter(hidden_BxLxD), w_VxD, target_BxL, positions), count
 
 
 def _sequence_pieces(length: int) -> int:
@@ -107,9 +109,15 @@ _nll_sum.defvjp(_forward, _backward)
 
 def _nll(logits_BxCxV, target_BxC):
     """Negative log-likelihood of each position, 0 where it is not scored, and the log-sum-exp of its logits."""
-    lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     # A masked sum, not a gather: XLA fuses it with the pass that reads the logits for the log-sum-exp.
     correct_BxC = jnp.sum(jnp.where(_is_target(target_BxC, logits_BxCxV), logits_BxCxV, 0.0), axis=-1)
+    if hand_split.pieces(hand_split.TENSOR) > 1:
+        peak_BxC = jax.lax.pmax(jnp.max(logits_BxCxV, axis=-1), hand_split.TENSOR)
+        sum_BxC = jnp.sum(jnp.exp(logits_BxCxV - peak_BxC[..., None]), axis=-1)
+        sum_BxC, correct_BxC = jax.lax.psum((sum_BxC, correct_BxC), hand_split.TENSOR)
+        lse_BxC = peak_BxC + jnp.log(sum_BxC)
+    else:
+        lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     nll_BxC = jnp.where(_outside(target_BxC, logits_BxCxV), jnp.nan, lse_BxC - correct_BxC)
     return jnp.where(target_BxC == UNSCORED, 0.0, nll_BxC), lse_BxC
 
@@ -142,11 +150,14 @@ def _logits(hidden_BxCxD, w_VxD):
 
 
 def _is_target(target_BxC, logits_BxCxV):
-    return target_BxC[..., None] == jnp.arange(logits_BxCxV.shape[-1], dtype=target_BxC.dtype)
+    own = jnp.arange(logits_BxCxV.shape[-1], dtype=target_BxC.dtype)
+    if hand_split.pieces(hand_split.TENSOR) > 1:  # this device has the columns of its rows of the head
+        own += jax.lax.axis_index(hand_split.TENSOR) * logits_BxCxV.shape[-1]
+    return target_BxC[..., None] == own
 
 
 def _outside(target_BxC, logits_BxCxV):
-    return (target_BxC < UNSCORED) | (target_BxC >= logits_BxCxV.shape[-1])
+    return (target_BxC < UNSCORED) | (target_BxC >= logits_BxCxV.shape[-1] * hand_split.pieces(hand_split.TENSOR))
 
 
 def _dot(equation, x, y):

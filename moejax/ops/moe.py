@@ -12,6 +12,7 @@ width, F expert width, E experts, M rows after dispatch.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.ops import backends, tokens, transport
+from moejax.ops import backends, hand_split, tokens, transport
 from moejax.ops.backends import resolve_backend
 from moejax.ops.exchange_plan import ExchangePlan
 from moejax.ops.experts import ExpertWeights, add_copies, check_experts, prepare_experts
@@ -115,9 +116,15 @@ def moe_layer(
     mesh = tokens.open_mesh(spec)
     if mesh is None:
         x_TxD, weight_TxK, expert_TxK = (a.reshape(-1, a.shape[-1]) for a in (x_BxLxD, weight_BxLxK, expert_BxLxK))
+        if (split := hand_split.pieces(hand_split.TENSOR)) > 1:
+            leaves = ((x_TxD, 0.0), (weight_TxK, 0.0), (expert_TxK, -1))
+            x_TxD, weight_TxK, expert_TxK = (hand_split.share(leaf, fill) for leaf, fill in leaves)
         y_TxD, stats, accumulator = _local_layer(
             x_TxD, weight_TxK, expert_TxK, experts, accumulator, spec=spec, mesh=None
         )
+        if split > 1:
+            y_TxD = hand_split.collect(y_TxD, math.prod(x_BxLxD.shape[:2]))
+            stats = jax.tree.map(lambda leaf: jax.lax.psum(leaf, hand_split.TENSOR), stats)
         y_BxLxD = y_TxD.reshape(x_BxLxD.shape)
     elif expert_BxLxK.size == 0:  # nothing to split over devices
         none_E, y_BxLxD = jnp.zeros(spec.num_experts, jnp.int32), x_BxLxD

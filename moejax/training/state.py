@@ -6,7 +6,7 @@ A model is split once, here, into its static graph and plain dicts of arrays; th
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 
 from moejax.checkpoint import named_leaves
 from moejax.config import Config
-from moejax.mesh import logical_to_spec, named_sharding
+from moejax.mesh import RULES, logical_to_spec, named_sharding
 from moejax.nn.moe import ExpertParam, RouterBias
 from moejax.ops.spec import Mesh
 from moejax.training.optimizer import make_optimizer
@@ -64,12 +64,12 @@ class Skeleton:
         """The inverse of `partition`."""
         return jax.tree.map(lambda a, b: b if a is None else a, experts, rest, is_leaf=lambda leaf: leaf is None)
 
-    def specs(self, mesh: Mesh) -> Any:
+    def specs(self, mesh: Mesh, rules: Mapping[str, Any] = RULES) -> Any:
         """`PartitionSpec` of every parameter on a mesh, from the logical names of its axes; a tree like `params`."""
 
         def spec(variable):
             axes = _logical_axes(variable)
-            return jax.P() if axes is None else logical_to_spec(axes, str(axes), variable.shape, mesh)
+            return jax.P() if axes is None else logical_to_spec(axes, str(axes), variable.shape, mesh, rules)
 
         return _by_name(self.params, spec)
 

@@ -95,11 +95,12 @@ void run(const Arguments& args, uint32_t seed) {
   run_list<TokensM<KindSet<kKind>, true, Host, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
 }
 
-// Weight gradients by strips, which here are one each. The expert of 200 rows streams, but for the 128 columns that hold 640 rows; the
+// Weight gradients by strips, which here are one each. The expert of 200 rows streams, but for the 128 columns that hold 576 rows; the
 // one of 70 stays.
 template <Kind kKind, class Shape>
 void run_resident(const Arguments& args, uint32_t seed) {
-  Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileM, Pairs::kColumns);
+  Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileM, Pairs::kStrips);
+  tiling.m_extent = div_up(tiling.m_extent, Shape::kTileM) * Shape::kTileM;
   tiling.step_n = Shape::kTileN;
   run_list<Resident<kKind, Host, Shape>>(tiling, args, seed);
 }

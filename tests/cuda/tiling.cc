@@ -32,12 +32,13 @@ std::string check(const Tiling& t, const std::vector<int>& count_E) {
     last = task.expert;
     const int first = wgrad ? task.m0 : task.row0 - start_E[task.expert];
     if (task.row0 + task.rows != start_E[task.expert] + count_E[task.expert]) return "rows end in another expert";
-    const int extent = wgrad ? t.m_extent : count_E[task.expert];
+    const bool strips = t.pairs == Pairs::kStrips;
+    const int extent = strips ? (t.kind == kWgradGateUp ? 2 : 1) * t.m_extent : wgrad ? t.m_extent : count_E[task.expert];
     const int height = t.pairs == Pairs::kRows && task.pair == kPairN ? t.tile_m / 2 : t.tile_m;
     for (int m = first; m < first + height && m < extent; m += 64) {
       for (int n = 0; n < (task.pair == kPairN ? 2 : 1); ++n) {
         const int column = task.n0 / t.step_n + n;
-        if (column * t.step_n < t.n_extent) ++found[{task.expert, task.half, m / 64, column}];
+        if (column * t.step_n < t.n_extent) ++found[{task.expert, strips ? m / t.m_extent : task.half, (strips ? m % t.m_extent : m) / 64, column}];
       }
     }
   }
@@ -67,12 +68,13 @@ int main() {
   for (int i = 0; i < 4000; ++i) {
     Tiling t = {};
     t.kind = static_cast<Kind>(random() % kNumKinds);
-    t.pairs = static_cast<Pairs>(random() % 3);
+    t.pairs = static_cast<Pairs>(random() % (is_wgrad(t.kind) ? 4 : 3));
     const int heights[] = {128, 192, 256, 2048};
     t.tile_m = t.pairs == Pairs::kRows ? 256 : heights[random() % 4];
     if (t.pairs == Pairs::kNone && t.tile_m % 128 != 0) t.tile_m = 128;
     t.step_n = 64 << random() % 3;
     t.m_extent = 8 * (1 + static_cast<int>(random() % 400));
+    if (t.pairs == Pairs::kStrips) t.m_extent = div_up(t.m_extent, 64) * 64;
     t.n_extent = 8 * (1 + static_cast<int>(random() % 400));
     t.skip_empty = random() % 2;
     std::vector<int> count_E;

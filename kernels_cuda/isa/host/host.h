@@ -42,6 +42,7 @@ struct Host {
   static void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 1 << host::block());
   }
+  template <bool kKeep = false>
   static void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 3);
   }
@@ -153,6 +154,7 @@ struct Host {
 
   // --- global memory, flags ---
   static void store_vector(void* address, const Vector& v) { std::memcpy(address, &v, 16); }
+  template <bool kStream>
   static void store_float4(float* address, float a, float b, float c, float d) {
     const float v[4] = {a, b, c, d};
     std::memcpy(address, v, 16);
