@@ -49,32 +49,47 @@ MOE_FN Box box_b(const Task& tile, KBlock block, int n, int k) {
   return mn_major_b<Config>(kKind) ? Box{column, block.k + k, half, expert} : Box{block.k + k, column, half, expert};
 }
 
-// Scale atoms of B that a tile reads: 128 columns each; gate and up have one of their own.
+// Scales that come with a stage, beside the operands: none; or atoms as Blackwell's tensor core reads them, one of A for this block's rows, and
+// those of all of the tile's columns, which both blocks of a pair need. bytes(): of this block; load: those of one block of K, to be counted
+// on the stage's full barrier.
+struct NoScales {
+  MOE_FN uint32_t bytes() const { return 0; }
+  template <class RingType>
+  MOE_FN void load(KBlock, const RingType&) {}
+};
+// Atoms of B that a tile reads: 128 columns each; gate and up have one of their own.
 template <Kind kKind, class Config>
 MOE_FN int scale_atoms_b(const Task& tile) {
   return kKind == kGateUp ? 2 : (tile.n0 % 128 + Config::kTileN + 127) / 128;
 }
-// Scales of a stage: an atom of A for this block's rows, and those of all of the tile's columns, which both blocks of a pair need.
 template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_scales(const Task& tile, const Arguments& args, KBlock block, uint32_t full, uint32_t dst) {
-  const int atom_k = block.k / 128, atom_m = (is_wgrad(kKind) ? tile.m0 : tile.row0) / 128;
-  Isa::template load_box<Config::kBlocks>(&args.scale_a, full, dst, 0, atom_k, atom_m, is_wgrad(kKind) ? tile.half : block.half);
-  MOE_NO_UNROLL
-  for (int i = 0; i < scale_atoms_b<kKind, Config>(tile); ++i) {
-    const int atom_n = tile.n0 / 128 + (kKind == kGateUp ? 0 : i);
-    const int matrix = kKind == kGateUp        ? 2 * tile.expert + i
-                       : kKind == kDgradGateUp ? 2 * tile.expert + block.half
-                       : is_wgrad(kKind)       ? 0
-                                               : tile.expert;
-    Isa::template load_box<Config::kBlocks>(&args.scale_b, full, dst + (1 + i) * Config::kScaleAtomBytes, 0, atom_k, atom_n, matrix);
+struct ScaleAtoms {
+  const Task& tile;
+  const Arguments& args;
+
+  MOE_FN uint32_t bytes() const { return (1 + scale_atoms_b<kKind, Config>(tile)) * Config::kScaleAtomBytes; }
+  MOE_FN void load(KBlock block, const Ring<Isa, Config>& ring) {
+    const uint32_t dst = ring.base + Config::kScaleOffset + ring.stage * Config::kScaleStageBytes;
+    const int atom_k = block.k / 128, atom_m = (is_wgrad(kKind) ? tile.m0 : tile.row0) / 128;
+    Isa::template load_box<Config::kBlocks>(&args.scale_a, ring.full(), dst, 0, atom_k, atom_m, is_wgrad(kKind) ? tile.half : block.half);
+    MOE_NO_UNROLL
+    for (int i = 0; i < scale_atoms_b<kKind, Config>(tile); ++i) {
+      const int atom_n = tile.n0 / 128 + (kKind == kGateUp ? 0 : i);
+      const int matrix = kKind == kGateUp        ? 2 * tile.expert + i
+                         : kKind == kDgradGateUp ? 2 * tile.expert + block.half
+                         : is_wgrad(kKind)       ? 0
+                                                 : tile.expert;
+      const uint32_t to = dst + (1 + i) * Config::kScaleAtomBytes;
+      Isa::template load_box<Config::kBlocks>(&args.scale_b, ring.full(), to, 0, atom_k, atom_n, matrix);
+    }
   }
-}
+};
 
 // One stage per block of the contraction of `tile`, this block's part of the cluster's task. `boxes_a`: as many of the boxes of A are
 // needed, 64 rows each; the others are brought by somebody else, or never multiplied. In a cluster that shares by multicast each block brings
 // half of the shared operand for both; in a pair each brings its own rows, and the leader counts the bytes of both.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank, int boxes_a, Ring<Isa, Config>& ring) {
+template <Kind kKind, class Isa, class Config, class Arguments, class Scales>
+MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank, int boxes_a, Scales scales, Ring<Isa, Config>& ring) {
   constexpr bool kMnA = mn_major_a<Config>(kKind), kMnB = mn_major_b<Config>(kKind);
   constexpr int kPerRow = kPanelRowBytes / Config::kElementBytes;  // elements in a 128-byte row
   constexpr int kDeep = Config::kBlockK / kPanelRows;              // MN-major: boxes along K in a stage
@@ -85,8 +100,7 @@ MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank
   const int k_blocks = task_k_blocks<kKind, Config>(tile, args);
   const int first_b = Config::kBlocks == 1 ? 0 : Config::kRowsB * static_cast<int>(rank);
   const bool share_a = Config::kMulticast && tile.pair == kPairN;
-  uint32_t bytes = static_cast<uint32_t>(boxes_a) * kPanelBytes + Config::kRowsB * kPanelRowBytes;
-  if constexpr (Config::kScaleAtoms > 0) bytes += (1 + scale_atoms_b<kKind, Config>(tile)) * Config::kScaleAtomBytes;
+  const uint32_t bytes = static_cast<uint32_t>(boxes_a) * kPanelBytes + Config::kRowsB * kPanelRowBytes + scales.bytes();
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
@@ -125,9 +139,7 @@ MOE_FN void load_k_blocks(const Task& tile, const Arguments& args, uint32_t rank
       MOE_UNROLL
       for (int p = 0; p < kBoxesB / 2; ++p) load_b(static_cast<int>(rank) * (kBoxesB / 2) + p, true);
     }
-    if constexpr (Config::kScaleAtoms > 0) {
-      load_scales<kKind, Isa, Config>(tile, args, block, full, ring.base + Config::kScaleOffset + ring.stage * Config::kScaleStageBytes);
-    }
+    scales.load(block, ring);
     ring.advance();
   }
 }

@@ -9,6 +9,8 @@
 // 7 write results, 32 rows each.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm_arguments.h"
 #include "gemm_load.h"
 #include "gemm_results.h"
@@ -42,7 +44,7 @@ struct Sm100Config {
   static constexpr int kBytesA = kTileM * kPanelRowBytes;
   static constexpr int kBytesB = kRowsB * kPanelRowBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kScaleAtoms = kMx ? 3 : 0;      // one of A, up to two of B
+  static constexpr int kScaleAtoms = kMx ? 3 : 0;      // of a stage: one of A, up to two of B
   static constexpr int kScaleAtomBytes = sm100::kScaleAtomBytes;
   static constexpr int kScaleStageBytes = kScaleAtoms * kScaleAtomBytes;
 
@@ -417,7 +419,13 @@ MOE_FN void load_operands(const Batch& batch, uint32_t base) {
   Ring<Isa, Config> ring(base);
   each_task<Isa, Config, false>(batch, base, [&](const Task& task) {
     wait_ready<Isa>(task, batch.args);
-    load_k_blocks<kKind, Isa>(block_tile<Config>(task, kKind, rank), batch.args, rank, 2, ring);
+    const Task tile = block_tile<Config>(task, kKind, rank);
+    if constexpr (Config::kMx) {
+      using Scales = ScaleAtoms<kKind, Isa, Config, std::decay_t<decltype(batch.args)>>;
+      load_k_blocks<kKind, Isa>(tile, batch.args, rank, 2, Scales{tile, batch.args}, ring);
+    } else {
+      load_k_blocks<kKind, Isa>(tile, batch.args, rank, 2, NoScales{}, ring);
+    }
   });
 }
 

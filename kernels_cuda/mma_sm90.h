@@ -30,7 +30,6 @@ struct GemmConfig {
   static constexpr int kRowsB = kTileN;      // of a stage
   static constexpr int kBoxRowsB = 64;
   static constexpr int kBytesA = kTileM * kPanelRowBytes;
-  static constexpr int kScaleAtoms = 0;      // scales are not the tensor core's business here
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -104,9 +103,10 @@ MOE_HOST_FN constexpr uint32_t slot_panel(uint32_t stage, uint32_t consumer, int
 MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kGateUp && kind != kDgradDown; }
 
 // --- producer --------------------------------------------------------------------------------------------------------------------
-// Producer, one task. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns.
-template <Kind kKind, class Isa, class Config, class Arguments>
-MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
+// Producer, one task. Fills one stage per K block, and for the kinds whose epilogue reads memory one stage per 64 columns. scales_of(tile):
+// what comes with the K blocks (gemm_load.h).
+template <Kind kKind, class Isa, class Config, class Arguments, class ScalesOf>
+MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, ScalesOf scales_of) {
   const bool gathered = can_gather(kKind) && args.gather != nullptr;
   const Task tile = block_tile<Config>(task, kKind, rank);
 
@@ -135,7 +135,7 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
   if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
   // Rows past the first 64 are never multiplied when the expert has none there.
-  load_k_blocks<kKind, Isa>(tile, args, rank, gathered ? 0 : !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, ring);
+  load_k_blocks<kKind, Isa>(tile, args, rank, gathered ? 0 : !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, scales_of(tile), ring);
   if (kKind == kDgradDown) {
     load_chunks();
   } else {
@@ -559,7 +559,7 @@ struct TokensM {
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     each_task(batch, [&](auto kind, const Task& task, const auto& args) {
-      load_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
+      load_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring, [](const Task&) { return NoScales{}; });
     });
   }
   template <class Batch>

@@ -249,7 +249,7 @@ struct MxRoles {
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](const Task& task, const auto& args) { load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+    each_task(batch, [&](const Task& task, const auto& args) { load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring, [](const Task&) { return NoScales{}; }); });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch&, uint32_t) {}
