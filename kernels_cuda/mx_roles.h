@@ -5,7 +5,7 @@
 // A panel (64 rows of 128 bytes) holds 128 of K, so a stage carries as many bytes as in BF16 and twice the work. FP8 operands must be
 // K-major, so the weight gradients read transposed copies. The tensor core keeps about 14 bits of a sum: a K block is summed in 64
 // temporaries per thread, half of the tile's columns at a time, and added to the FP32 sums times both scales, powers of two: one
-// rounding. While a consumer does that, the other one has the tensor core.
+// rounding.
 #pragma once
 
 #include "mx_epilogue.h"
@@ -22,8 +22,12 @@ struct MxConfig : GemmConfig<256> {
   static constexpr bool kScatters = kKind == kDown || kKind == kDgradGateUp;
   static constexpr int kProducerRegisters = kScatters ? 72 : 40;
   static constexpr int kConsumerRegisters = kScatters ? 216 : 232;
-  static constexpr int kTurnOffset = GemmConfig<256>::kSharedBytes;  // one barrier per consumer, see Turns
-  static constexpr int kSharedBytes = kTurnOffset + 8 * kConsumers;
+  // Weight gradients: one barrier per consumer (Turns), and for each stage the scales of its K block: FP8 codes of 128 rows of A, then BF16 scales
+  // of 256 columns of B.
+  static constexpr int kTurnOffset = GemmConfig<256>::kSharedBytes;
+  static constexpr int kScaleOffset = (kTurnOffset + 8 * kConsumers + 127) / 128 * 128;
+  static constexpr int kScaleBytesA = kTileM, kScaleBytesB = 2 * kTileN;
+  static constexpr int kSharedBytes = kScaleOffset + kStages * (kScaleBytesA + kScaleBytesB);
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
@@ -35,7 +39,7 @@ struct MxArguments : GemmArguments<TensorMap> {
   const uint8_t* a_codes;
   const uint8_t* b_codes;   // row kinds: (E, halves, N/128, K/128), one per 128 x 128
   // Weight gradients: not codes but the scales themselves in BF16 (one operation each in the K loop instead of five): (M/128, n_extent rounded
-  // up to 128), each 128 in the order of mx::fragment_position.
+  // up to 128), each 128 in the order of mx::fragment_position. They arrive through the ring with their K block.
   const uint16_t* b_scales;
   uint8_t* h_codes;  // kGateUp: (F/128, M) of h, which `out` takes as E4M3
 };
@@ -43,34 +47,74 @@ struct MxArguments : GemmArguments<TensorMap> {
 template <class TensorMap>
 using MxBatch = Batch<MxArguments<TensorMap>, 1>;
 
-// Sum of one K block over 128 columns (half of the tile's) into `block`, complete on return.
+// Where the scales of the ring's stage lie (weight gradients).
 template <class Isa, class Config>
-MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, uint32_t consumer, int half) {
-  const uint64_t a = panel_descriptor(stage + consumer * kPanelBytes, false);
-  const uint64_t b = panel_descriptor(stage + (Config::kPanelsA + Config::kPanelsB / 2 * half) * kPanelBytes, false);
-  constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
-  Isa::mma_fence();
-  Isa::template mma_e4m3<true>(block, a, b);
-  MOE_UNROLL
-  for (int k = 1; k < 4; ++k) Isa::template mma_e4m3<false>(block, a + k * kStep, b + k * kStep);
-  Isa::mma_commit();
-  Isa::template mma_wait<0>();
+MOE_FN uint32_t scale_bytes(const Ring<Isa, Config>& ring) {
+  return ring.base + Config::kScaleOffset + ring.stage * (Config::kScaleBytesA + Config::kScaleBytesB);
 }
+// Scales of a weight gradient's stage, one per row and column of the tile: what comes with a K block (gemm_load.h).
+template <Kind kKind, class Isa, class Config>
+struct LineScales {
+  const uint8_t* a;
+  const uint16_t* b;
+  int64_t a_pitch, b_pitch;
+  uint32_t b_bytes;
 
-// The consumers take turns: consumer 1 begins a K block when consumer 0 has the products of its first half, and consumer 0 the next one when consumer
-// 1 has, so that they cannot run in step, sharing the tensor core and then leaving it idle together. (What it is worth: NOTES-mx.md.)
+  template <class Arguments>
+  MOE_FN LineScales(const Task& tile, const Arguments& args) : a_pitch(div_up(args.m_extent, 128) * 128), b_pitch(div_up(args.n_extent, 128) * 128) {
+    const int64_t first = tile.row0 / 128;
+    const int n0 = tile.n0 < b_pitch ? tile.n0 : 0;  // a tile outside is not multiplied
+    a = args.a_codes + (tile.half * (args.num_rows / 128) + first) * a_pitch + tile.m0;
+    b = args.b_scales + first * b_pitch + n0;
+    b_bytes = n0 + 128 < b_pitch ? 512 : 256;
+  }
+  MOE_FN uint32_t bytes() const { return Config::kScaleBytesA + b_bytes; }
+  MOE_FN void load(KBlock, const Ring<Isa, Config>& ring) {
+    Isa::load_bytes(a, ring.full(), scale_bytes(ring), Config::kScaleBytesA);
+    Isa::load_bytes(b, ring.full(), scale_bytes(ring) + Config::kScaleBytesA, b_bytes);
+    a += a_pitch;
+    b += b_pitch;
+  }
+};
+
+// Weight gradients: the consumers take turns at the tensor core, half a K block at a time, because adding a half to the sums takes about as long
+// as its products, and in step they would leave the tensor core idle for it. A consumer passes the turn on when half of its products are done, so
+// that the other one's are there when it ends. For the row kinds it costs more than it gives: the products of one warpgroup alone, each waiting
+// for the sums of the one before, reach half of the tensor core's rate (NOTES-mx.md).
 template <class Isa, class Config>
 struct Turns {
   uint32_t base, consumer;
-  uint32_t done = 0;  // K blocks taken in turn; the same for both consumers
+  uint32_t taken = 0;  // the same for both consumers
 
   MOE_FN Turns(uint32_t shared_base, uint32_t consumer_) : base(shared_base + Config::kTurnOffset), consumer(consumer_) {}
-  MOE_FN void wait() const { Isa::barrier_wait(base + 8 * (1 - consumer), (done & 1) ^ (1 - consumer)); }
+  MOE_FN void wait() const { Isa::barrier_wait(base + 8 * (1 - consumer), (taken & 1) ^ (1 - consumer)); }
   MOE_FN void pass() {
     if (Isa::lane_index() == 0) Isa::barrier_arrive(base + 8 * consumer);
-    ++done;
+    ++taken;
   }
 };
+
+// Sum of one K block over 128 columns (half of the tile's) into `block`, complete on return.
+template <bool kInTurn, class Isa, class Config>
+MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, Turns<Isa, Config>& turns, int half) {
+  const uint64_t a = panel_descriptor(stage + turns.consumer * kPanelBytes, false);
+  const uint64_t b = panel_descriptor(stage + (Config::kPanelsA + Config::kPanelsB / 2 * half) * kPanelBytes, false);
+  constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
+  if (kInTurn) turns.wait();
+  Isa::mma_fence();
+  Isa::template mma_e4m3<true>(block, a, b);
+  MOE_UNROLL
+  for (int k = 1; k < 4; ++k) {
+    if (kInTurn && k == 2) Isa::mma_commit();
+    Isa::template mma_e4m3<false>(block, a + k * kStep, b + k * kStep);
+  }
+  Isa::mma_commit();
+  if (kInTurn) {
+    Isa::template mma_wait<1>();
+    turns.pass();
+  }
+  Isa::template mma_wait<0>();
+}
 
 // Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
 template <Kind kKind, class Arguments>
@@ -112,7 +156,6 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
   const RowScales<kKind, Arguments> scales(args, tile, 64 * static_cast<int>(consumer) + epilogue.row_in_group());
   uint32_t codes[4];
   scales.template fetch<Isa>(0, codes);
-  const bool both = tile.rows > 64;  // else the other consumer has no rows
   float block[kHalf];
   MOE_NO_UNROLL
   for (int kb = 0; kb < blocks; ++kb) {
@@ -121,11 +164,9 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
     for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(codes[i % 2], codes[2 + i / 2]);
     if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);  // arrives while this block is multiplied
     Isa::barrier_wait(ring.full(), ring.phase);
-    if (both) turns.wait();
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      multiply_half<Isa, Config>(block, ring.data(), consumer, half);
-      if (half == 0 && both) turns.pass();
+      multiply_half<false>(block, ring.data(), turns, half);
       if (half == 1) Ring<Isa, Config>::release(ring.empty());
       MOE_UNROLL
       for (int i = 0; i < kHalf; ++i) sum[kHalf * half + i] = Isa::fma(block[i], factor[half][i / 2 % 2], sum[kHalf * half + i]);
@@ -140,45 +181,39 @@ MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const
                              const EpilogueType& epilogue, Turns<Isa, Config>& turns) {
   constexpr int kHalf = Config::kAcc / 2;
   const uint32_t consumer = epilogue.consumer;
-  const int a_pitch = (args.m_extent + 127) / 128 * 128, b_pitch = (args.n_extent + 127) / 128 * 128;
-  const int64_t first = tile.row0 / 128;
-  const uint8_t* a = args.a_codes + (tile.half * (args.num_rows / 128) + first) * a_pitch + tile.m0 + 64 * static_cast<int>(consumer) +
-                     epilogue.row_in_group();
-  const uint16_t* b = args.b_scales + first * b_pitch + tile.n0 + 32 * static_cast<int>(epilogue.lane % 4);
-  const int next_half = tile.n0 + 128 < b_pitch ? 128 : 0;  // columns outside: zeros, under any scale
+  const uint32_t quarter = epilogue.lane % 4;
   float block[kHalf];
   MOE_NO_UNROLL
   for (int kb = 0; kb < blocks; ++kb) {
-    const float row_scale[2] = {mx::finite_scale_value(Isa::load_code(a)), mx::finite_scale_value(Isa::load_code(a + 8))};
-    a += a_pitch;
     Isa::barrier_wait(ring.full(), ring.phase);
-    turns.wait();
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      // Scales of this lane's 32 columns, in pairs: eight words while the products run, the others after them, from L1, for want of registers.
-      const uint16_t* mine = b + half * next_half;
-      uint32_t scales[8];
-      Isa::load_words(mine, scales);
-      Isa::prefetch(mine + 16);
-      multiply_half<Isa, Config>(block, ring.data(), consumer, half);
-      if (half == 0) turns.pass();
-      if (half == 1) Ring<Isa, Config>::release(ring.empty());
+      const uint32_t a_scales = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
+      const uint32_t b_scales = scale_bytes(ring) + Config::kScaleBytesA + 256 * half + 64 * quarter;  // 32 columns of this lane, BF16
+      const float row_scale[2] = {mx::finite_scale_value(Isa::load_shared_byte(a_scales)),
+                                  mx::finite_scale_value(Isa::load_shared_byte(a_scales + 8))};
+      auto next = Isa::load_vector(b_scales);
+      multiply_half<true>(block, ring.data(), turns, half);
       MOE_UNROLL
-      for (int part = 0; part < 2; ++part) {
+      for (int part = 0; part < 4; ++part) {
+        const auto words = next;
+        if (part < 3) next = Isa::load_vector(b_scales + 16 * (part + 1));  // one part ahead
+        const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
         MOE_UNROLL
-        for (int column = 16 * part; column < 16 * part + 16; ++column) {  // of this lane: blocks of eight columns j, two each
-          const uint32_t pair = scales[column / 2 % 8];
-          const float scale = column % 2 ? Isa::bf16_hi(pair) : Isa::bf16_lo(pair);
+        for (int column = 0; column < 8; ++column) {  // blocks of eight output columns, two of each are this lane's
+          const float scale = column % 2 ? Isa::bf16_hi(pairs[column / 2]) : Isa::bf16_lo(pairs[column / 2]);
           MOE_UNROLL
           for (int row = 0; row < 2; ++row) {
-            const int at = 4 * (column / 2) + 2 * row + column % 2;
+            const int at = 16 * part + 4 * (column / 2) + 2 * row + column % 2;
             sum[kHalf * half + at] = Isa::fma(Isa::mul(block[at], scale), row_scale[row], sum[kHalf * half + at]);
           }
         }
-        if (part == 0) Isa::load_words(mine + 16, scales);
+      }
+      if (half == 1) {
+        Isa::warp_sync();  // all lanes have read their scales
+        Ring<Isa, Config>::release(ring.empty());
       }
     }
-    b += b_pitch;
     ring.advance();
   }
 }
@@ -249,7 +284,15 @@ struct MxRoles {
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](const Task& task, const auto& args) { load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring, [](const Task&) { return NoScales{}; }); });
+    each_task(batch, [&](const Task& task, const auto& args) {
+      load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring, [&](const Task& tile) {
+        if constexpr (is_wgrad(kKind)) {
+          return LineScales<kKind, Isa, Config>(tile, args);
+        } else {
+          return NoScales{};
+        }
+      });
+    });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch&, uint32_t) {}

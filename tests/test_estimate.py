@@ -53,6 +53,7 @@ CASES = {
     "remat layer": ({}, {"remat": "layer"}),
     "remat minimal on fsdp": ({"fsdp": 4}, {"remat": "minimal"}),
     "data": ({"data": 2}, {}),
+    "context and tensor": ({"context": 2, "tensor": 2}, {"micro_batches": 2}),
     "long sequences": ({}, {"global_batch": 4, "sequence_length": 512}),
 }
 QUICK = ("one device", "fsdp and expert")

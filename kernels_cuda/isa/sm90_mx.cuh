@@ -39,18 +39,21 @@ struct Sm90Mx : Sm90 {
     sm90::wgmma_m64n128k32_e4m3<kFirst>(acc, desc_a, desc_b);
   }
   static MOE_FN uint32_t load_code(const uint8_t* address) { return __ldg(address); }
-  static MOE_FN void load_words(const uint16_t* address, uint32_t (&words)[8]) {  // 32 bytes, aligned to 16
-    MOE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(address) + i);
-      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
-    }
+  // `bytes` neighbouring ones, a multiple of 16 like both addresses, counted on the barrier.
+  static MOE_FN void load_bytes(const void* from, uint32_t bar, uint32_t dst, uint32_t bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(from), "r"(bytes),
+                 "r"(bar)
+                 : "memory");
+  }
+  static MOE_FN uint32_t load_shared_byte(uint32_t address) {
+    uint16_t value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
   }
   static MOE_FN uint32_t max_pairs(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }  // of unsigned 16-bit halves
   static MOE_FN void store_short(uint32_t address, uint32_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
   }
-  static MOE_FN void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 };
 
 }  // namespace moe

@@ -9,8 +9,8 @@ What lives between steps is exact: it is the sum over the leaves of `abstract_st
   activations  what the forward of a micro-batch keeps for its backward: outputs of its `jax.vjp` that are no inputs
   working      the rest of the peak: what the layer, the loss or the optimizer that runs at the moment needs
 
-Rows of the batch are split over data, fsdp and expert. Context divides L; tensor is not taken into account inside a step, so
-that part is then too high.
+Rows of the batch are split over data, fsdp and expert. Context divides L; activations are counted as if tensor split none of
+them.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the compiler made of the FP8 products: next to no local memory in the product loops, no serialised products;
+"""What the compiler made of the FP8 products: no local memory in the product loops, no serialised products;
 quantisers that spill next to nothing. Needs nvcc 13.0 or later, no GPU; disassembly needs cuobjdump as well.
 """
 
@@ -12,10 +12,6 @@ import pytest
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
-
-# Registers that a loop lacks, in local memory accesses of a K block, out of 270 to 440 instructions: weight gradients (kinds
-# 4 and 5), and gate/up (kind 0). No other loop touches local memory.
-MAX_LOCAL = {"4": 8, "5": 8, "0": 2}
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
 
@@ -41,7 +37,7 @@ def test_products_are_not_serialised(products):
 
 @needs_nvcc
 @pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump is not on PATH")
-def test_product_loops_touch_next_to_no_local_memory(products):
+def test_product_loops_touch_no_local_memory(products):
     sass = subprocess.run([CUOBJDUMP, "-sass", str(products[0])], capture_output=True, text=True, check=True).stdout
     functions = sass.split("Function :")[1:]
     assert len(functions) == 8  # six kinds, two of them with two activation forms
@@ -59,8 +55,7 @@ def test_product_loops_touch_next_to_no_local_memory(products):
         else:
             pytest.fail("no loop around the products found")
         local = [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
-        kind = re.search(r"KindE(\d)E", function.split()[0])
-        assert kind and len(local) <= MAX_LOCAL.get(kind[1], 0), (function.split()[0], local)
+        assert not local, (function.split()[0], local)
 
 
 @needs_nvcc

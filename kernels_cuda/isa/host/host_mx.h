@@ -17,10 +17,16 @@ struct HostMx : Host {
     });
   }
   static uint32_t load_code(const uint8_t* address) { return *address; }
-  static void load_words(const uint16_t* address, uint32_t (&words)[8]) {
-    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) host::fail("scales are read in pieces of 16 bytes");
-    std::memcpy(words, address, 32);
+  static void load_bytes(const void* from, uint32_t bar, uint32_t dst, uint32_t bytes) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || dst % 16 != 0 || bytes % 16 != 0) host::fail("bulk copies are of 16 bytes, on 16 bytes");
+    const int block = host::block();
+    std::memset(host::shared(block, dst, bytes), 0xFF, bytes);  // unreadable until they land
+    host::copy_in([=] {
+      std::memcpy(host::shared(block, dst, bytes), from, bytes);
+      host::barrier_complete(block, bar, bytes);
+    });
   }
+  static uint32_t load_shared_byte(uint32_t address) { return *host::shared(host::block(), address, 1); }
   static uint32_t max_pairs(uint32_t a, uint32_t b) {
     const uint32_t lo = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
     return lo | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
@@ -29,7 +35,6 @@ struct HostMx : Host {
     const uint16_t v = static_cast<uint16_t>(value);
     std::memcpy(host::shared(host::block(), address, 2), &v, 2);
   }
-  static void prefetch(const void*) {}
 
  private:
   // Element (row, k) of a K-major operand under the 128-byte swizzle.
