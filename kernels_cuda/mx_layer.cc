@@ -11,6 +11,7 @@
 #include "rows.h"
 #include "task_list.h"
 #include "tensor_map.h"
+#include "workspace.h"
 
 namespace moe {
 namespace {
@@ -25,23 +26,6 @@ constexpr int kTileN = 256;  // accumulator columns of a block
   } while (0)
 
 int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
-
-// Hands out 1024-byte aligned pieces of the workspace; with a null base it only measures.
-class Workspace {
- public:
-  explicit Workspace(void* base) : base_(static_cast<uint8_t*>(base)) {}
-  template <class T>
-  T* take(int64_t elements) {
-    uint8_t* at = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (static_cast<size_t>(elements) * sizeof(T) + 1023) / 1024 * 1024;
-    return reinterpret_cast<T*>(at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 Status check_shape(const LayerShape& s) {
   auto say = [](const char* name, int64_t value, const char* rule) {

@@ -15,25 +15,9 @@
 #include "sm100_moe.h"
 #include "task_list.h"
 #include "tensor_shape.h"
+#include "workspace.h"
 
 namespace moe {
-
-// Hands out 1024-byte aligned pieces of the workspace; with a null base it only measures.
-class Sm100Workspace {
- public:
-  explicit Sm100Workspace(void* base) : base_(static_cast<uint8_t*>(base)) {}
-  template <class T>
-  T* take(int64_t elements) {
-    uint8_t* at = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (static_cast<size_t>(elements) * sizeof(T) + 1023) / 1024 * 1024;
-    return reinterpret_cast<T*>(at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 // An operand of a product: BF16, or E4M3 and its codes.
 struct Sm100Matrix {
@@ -292,7 +276,7 @@ class Sm100Layer {
   int blocks_;
   Plan plan_;
   cudaStream_t stream_;
-  Sm100Workspace space_;
+  Workspace space_;
   Status status_;
   Sm100Matrix x_rows_, x_columns_, h_, dy_rows_, dy_columns_, d_gate_up_rows_, d_gate_up_columns_, scaled_h_;
   uint16_t *y_MxD_ = nullptr, *dx_MxD_ = nullptr, *gate_up_2xMxF_ = nullptr;

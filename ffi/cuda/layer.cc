@@ -7,8 +7,8 @@
 #include <string>
 
 #include "cuda/handlers.h"
+#include "cuda/layer_checks.h"
 #include "cuda/ways.h"
-#include "xla/check.h"
 
 namespace moejax::xla_ffi {
 namespace {
@@ -17,10 +17,8 @@ using ffi::AnyBuffer;
 using ffi::DataType;
 using Result = ffi::Result<AnyBuffer>;
 
-constexpr int64_t kInt32Max = 0x7FFFFFFF;
 constexpr auto kBf16 = DataType::BF16;
 constexpr auto kF32 = DataType::F32;
-constexpr auto kS32 = DataType::S32;
 
 // What both handlers take, in the order of their operands.
 struct LayerArguments {
@@ -29,16 +27,7 @@ struct LayerArguments {
 
 bool HasBiases(const LayerArguments& a) { return !Absent(a.b_down); }
 
-moe::LayerShape ShapeOf(const LayerArguments& a) {
-  moe::LayerShape shape;
-  shape.tokens = DimOf(a.row_TxK, 0);
-  shape.top_k = DimOf(a.row_TxK, 1);
-  shape.experts = DimOf(a.w_down, 0);
-  shape.rows = DimOf(a.slot_M, 0);
-  shape.d_model = DimOf(a.w_down, 1);
-  shape.width = DimOf(a.w_down, 2);
-  return shape;
-}
+Indices IndicesOf(const LayerArguments& a) { return {a.slot_M, a.row_TxK, a.count_E, a.start_E}; }
 
 void CheckLayer(Checker& check, const LayerArguments& a, const moe::LayerShape& s) {
   check.Array("w_down", a.w_down, {kBf16}, {{"E"}, {"D"}, {"F"}}, kInt32Max);
@@ -46,21 +35,9 @@ void CheckLayer(Checker& check, const LayerArguments& a, const moe::LayerShape& 
   check.Optional("b_gate_up", a.b_gate_up, {kF32}, {{"E", s.experts}, {"2", 2}, {"F", s.width}});
   check.Optional("b_down", a.b_down, {kF32}, {{"E", s.experts}, {"D", s.d_model}});
   check.Require(Absent(a.b_gate_up) == Absent(a.b_down), "b_gate_up and b_down must be given together, or neither");
-  check.Array("row_TxK", a.row_TxK, {kS32}, {{"T"}, {"K"}}, kInt32Max);
-  check.Array("slot_M", a.slot_M, {kS32}, {{"M"}}, kInt32Max);
-  check.Array("count_E", a.count_E, {kS32}, {{"E", s.experts}});
-  check.Array("start_E", a.start_E, {kS32}, {{"E", s.experts}});
+  CheckIndices(check, IndicesOf(a), s, 8, 8, "");
   check.Array("x", a.x, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   check.Array("weight", a.weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});
-  check.Require(s.rows > 0 && s.rows % moe::kGroupRows == 0, "M is " + std::to_string(s.rows) + "; expected a positive multiple of 128");
-  check.Require(s.d_model > 0 && s.width > 0 && s.d_model % 8 == 0 && s.width % 8 == 0,
-                "D is " + std::to_string(s.d_model) + " and F is " + std::to_string(s.width) + "; expected positive multiples of 8");
-}
-
-// TMA reads these, so they must lie on 16 bytes; XLA's own allocations do.
-void CheckAligned(Checker& check, const char* name, const AnyBuffer& buffer, uintptr_t bytes = 16) {
-  check.Require(Empty(buffer) || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % bytes == 0,
-                std::string(name) + " lies at an address that is not a multiple of " + std::to_string(bytes));
 }
 
 // Where a gradient starts from: in the gradient's own memory, or absent.
@@ -71,32 +48,10 @@ void CheckAccumulator(Checker& check, const AnyBuffer& start, const AnyBuffer& g
                 "accumulators must be aliased to their gradients (input_output_aliases)");
 }
 
-void CheckWorkspace(Checker& check, const AnyBuffer& workspace, size_t bytes) {
-  check.Array("workspace", workspace, {DataType::U8}, {{"bytes"}});
-  check.Require(DimOf(workspace, 0) >= static_cast<int64_t>(bytes), "workspace has " + std::to_string(DimOf(workspace, 0)) +
-                                                                        " bytes; this shape needs " + std::to_string(bytes));
-  CheckAligned(check, "workspace", workspace, 256);
-}
-
-moe::Plan PlanOf(const LayerArguments& a) {
-  moe::Plan plan;
-  plan.count_E = static_cast<int32_t*>(a.count_E.untyped_data());
-  plan.start_E = static_cast<int32_t*>(a.start_E.untyped_data());
-  plan.row_TxK = static_cast<int32_t*>(a.row_TxK.untyped_data());
-  plan.slot_M = static_cast<int32_t*>(a.slot_M.untyped_data());
-  return plan;
-}
-
-const uint16_t* Bf16(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<const uint16_t*>(buffer.untyped_data()); }
-uint16_t* Bf16Out(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<uint16_t*>(buffer.untyped_data()); }
-float* F32(const AnyBuffer& buffer) { return Absent(buffer) ? nullptr : static_cast<float*>(buffer.untyped_data()); }
+uint16_t* Bf16(const AnyBuffer& buffer) { return Data<uint16_t>(buffer); }
+float* F32(const AnyBuffer& buffer) { return Data<float>(buffer); }
 
 moe::Weights WeightsOf(const LayerArguments& a) { return {Bf16(a.w_gate_up), Bf16(a.w_down), F32(a.b_gate_up), F32(a.b_down)}; }
-
-ffi::Error ErrorOf(const char* target, const moe::Status& status) {
-  if (status.ok()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(target) + ": " + status.message);
-}
 
 ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer slot_M, AnyBuffer row_TxK, AnyBuffer count_E,
                    AnyBuffer start_E, AnyBuffer w_gate_up, AnyBuffer w_down, AnyBuffer b_gate_up, AnyBuffer b_down, Result y,
@@ -104,7 +59,7 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
   constexpr const char* kTarget = "moejax_cuda_moe_forward";
   Checker check(kTarget);
   const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
-  moe::LayerShape shape = ShapeOf(arguments);
+  moe::LayerShape shape = ShapeOf(IndicesOf(arguments), w_down);
   CheckLayer(check, arguments, shape);
   check.Array("y", *y, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
   check.Optional("saved", *saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
@@ -112,8 +67,8 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
   if (check.ok()) CheckWorkspace(check, *workspace, moe::forward_workspace_bytes(shape));
   for (const AnyBuffer& buffer : {x, w_gate_up, w_down}) CheckAligned(check, "x, w_gate_up or w_down", buffer);
   if (!check.ok() || shape.tokens == 0) return check.error();
-  return ErrorOf(kTarget, moe::forward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), PlanOf(arguments), WeightsOf(arguments),
-                                       Bf16Out(*y), Bf16Out(*saved), workspace->untyped_data(), stream));
+  return ErrorOf(kTarget, moe::forward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), PlanOf(IndicesOf(arguments)), WeightsOf(arguments),
+                                       Bf16(*y), Bf16(*saved), workspace->untyped_data(), stream));
 }
 
 ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer weight, AnyBuffer saved, AnyBuffer slot_M,
@@ -124,7 +79,7 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   constexpr const char* kTarget = "moejax_cuda_moe_backward";
   Checker check(kTarget);
   const LayerArguments arguments{x, weight, slot_M, row_TxK, count_E, start_E, w_gate_up, w_down, b_gate_up, b_down};
-  moe::LayerShape shape = ShapeOf(arguments);
+  moe::LayerShape shape = ShapeOf(IndicesOf(arguments), w_down);
   CheckLayer(check, arguments, shape);
   check.Array("dy", dy, {kBf16}, {{"T", shape.tokens}, {"D", shape.d_model}});
   check.Optional("saved", saved, {kBf16}, {{"2", 2}, {"M", shape.rows}, {"F", shape.width}});
@@ -153,8 +108,8 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
     return ffi::Error::Success();
   }
   const moe::WeightGradients gradients = {F32(*dw_gate_up), F32(*dw_down), F32(*db_gate_up), F32(*db_down)};
-  return ErrorOf(kTarget, moe::backward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), Bf16(dy), PlanOf(arguments),
-                                        WeightsOf(arguments), Bf16(saved), Bf16Out(*dx), F32(*d_weight), gradients, accumulate,
+  return ErrorOf(kTarget, moe::backward(shape, {alpha, beta, gamma, limit}, Bf16(x), F32(weight), Bf16(dy), PlanOf(IndicesOf(arguments)),
+                                        WeightsOf(arguments), Bf16(saved), Bf16(*dx), F32(*d_weight), gradients, accumulate,
                                         workspace->untyped_data(), stream));
 }
 

@@ -6,8 +6,8 @@
 
 #include <string>
 
+#include "cuda/layer_checks.h"
 #include "cuda/mx_handlers.h"
-#include "xla/check.h"
 
 namespace moejax::xla_ffi {
 namespace {
@@ -16,7 +16,6 @@ using ffi::AnyBuffer;
 using ffi::DataType;
 using Result = ffi::Result<AnyBuffer>;
 
-constexpr int64_t kInt32Max = 0x7FFFFFFF;
 constexpr auto kBf16 = DataType::BF16;
 constexpr auto kE4m3 = DataType::F8E4M3FN;
 constexpr auto kF32 = DataType::F32;
@@ -24,11 +23,6 @@ constexpr auto kS32 = DataType::S32;
 constexpr auto kU8 = DataType::U8;
 
 int64_t Blocks(int64_t n) { return (n + 127) / 128; }
-
-template <class T>
-T* Data(const AnyBuffer& buffer) {
-  return Absent(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());
-}
 
 // One orientation of a weight.
 struct Weight {
@@ -47,47 +41,6 @@ void CheckWeight(Checker& check, const char* name, const Weight& w, bool aligned
     if (aligned) check.Array(codes.c_str(), w.codes, {kU8}, {{"E", experts}, {"N/128", Blocks(rows)}, {"K/128", Blocks(columns)}});
   }
   if (!aligned) check.Require(Absent(w.codes), codes + " must be absent in mode exact");
-}
-
-// TMA reads these, so they must lie on 16 bytes; XLA's own allocations do.
-void CheckAligned(Checker& check, const char* name, const AnyBuffer& buffer, uintptr_t bytes = 16) {
-  check.Require(Empty(buffer) || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % bytes == 0,
-                std::string(name) + " lies at an address that is not a multiple of " + std::to_string(bytes));
-}
-
-struct Indices {
-  AnyBuffer slot_M, row_TxK, count_E, start_E;
-};
-
-moe::LayerShape ShapeOf(const Indices& i, const AnyBuffer& w_down) {
-  moe::LayerShape shape;
-  shape.tokens = DimOf(i.row_TxK, 0);
-  shape.top_k = DimOf(i.row_TxK, 1);
-  shape.experts = DimOf(w_down, 0);
-  shape.rows = DimOf(i.slot_M, 0);
-  shape.d_model = DimOf(w_down, 1);
-  shape.width = DimOf(w_down, 2);
-  return shape;
-}
-
-moe::Plan PlanOf(const Indices& i) {
-  moe::Plan plan;
-  plan.count_E = Data<int32_t>(i.count_E);
-  plan.start_E = Data<int32_t>(i.start_E);
-  plan.row_TxK = Data<int32_t>(i.row_TxK);
-  plan.slot_M = Data<int32_t>(i.slot_M);
-  return plan;
-}
-
-void CheckIndices(Checker& check, const Indices& i, const moe::LayerShape& s) {
-  check.Array("row_TxK", i.row_TxK, {kS32}, {{"T"}, {"K"}}, kInt32Max);
-  check.Array("slot_M", i.slot_M, {kS32}, {{"M"}}, kInt32Max);
-  check.Array("count_E", i.count_E, {kS32}, {{"E", s.experts}});
-  check.Array("start_E", i.start_E, {kS32}, {{"E", s.experts}});
-  check.Require(s.rows > 0 && s.rows % moe::kGroupRows == 0, "M is " + std::to_string(s.rows) + "; expected a positive multiple of 128");
-  check.Require(s.d_model > 0 && s.width > 0 && s.d_model % 32 == 0 && s.width % 32 == 0,
-                "D is " + std::to_string(s.d_model) + " and F is " + std::to_string(s.width) +
-                    "; expected positive multiples of 32 (a scale block of MXFP8)");
 }
 
 // gate and up: BF16 without codes, E4M3 with codes, or absent.
@@ -112,18 +65,6 @@ moe::MxSaved SavedOf(const AnyBuffer& saved, const AnyBuffer& codes) {
     out.codes = Data<uint8_t>(codes);
   }
   return out;
-}
-
-void CheckWorkspace(Checker& check, const AnyBuffer& workspace, size_t bytes) {
-  check.Array("workspace", workspace, {kU8}, {{"bytes"}});
-  check.Require(DimOf(workspace, 0) >= static_cast<int64_t>(bytes), "workspace has " + std::to_string(DimOf(workspace, 0)) +
-                                                                        " bytes; this shape needs " + std::to_string(bytes));
-  CheckAligned(check, "workspace", workspace, 256);
-}
-
-ffi::Error ErrorOf(const char* target, const moe::Status& status) {
-  if (status.ok()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(target) + ": " + status.message);
 }
 
 moe::MxOptions Options(bool aligned, bool wgrad_bf16) {
@@ -162,7 +103,7 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
   const moe::LayerShape s = ShapeOf(indices, down);
   CheckWeight(check, "down", {down, down_codes}, aligned, s.experts, false, s.d_model, s.width);
   CheckWeight(check, "gate_up", {gate_up, gate_up_codes}, aligned, s.experts, true, s.width, s.d_model);
-  CheckIndices(check, indices, s);
+  CheckIndices(check, indices, s, 32, 32, " (a scale block of MXFP8)");
   check.Array("x", x, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   check.Array("weight", weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});
   check.Array("y", *y, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
@@ -195,7 +136,7 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   const int64_t D = s.d_model, F = s.width;
   CheckWeight(check, "down_dgrad", {down_dgrad, down_dgrad_codes}, aligned, s.experts, false, aligned ? F : D, aligned ? D : F);
   CheckWeight(check, "gate_up_dgrad", {gate_up_dgrad, gate_up_dgrad_codes}, aligned, s.experts, true, aligned ? D : F, aligned ? F : D);
-  CheckIndices(check, indices, s);
+  CheckIndices(check, indices, s, 32, 32, " (a scale block of MXFP8)");
   check.Array("x", x, {kBf16}, {{"T", s.tokens}, {"D", D}});
   check.Array("dy", dy, {kBf16}, {{"T", s.tokens}, {"D", D}});
   check.Array("weight", weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});

@@ -41,19 +41,19 @@ void CheckWeight(Checker& check, const std::string& name, const WeightArguments&
     if (mx) check.Array(codes.c_str(), w.codes, {kU8}, {{"E", s.experts}, {"bytes", bytes}});
   }
   check.Require(mx || Absent(w.codes), codes + " must be absent, as the weights are BF16");
-  CheckAddress(check, name.c_str(), w.elements, 16);
-  CheckAddress(check, codes.c_str(), w.codes, 16);
+  CheckAligned(check, name.c_str(), w.elements, 16);
+  CheckAligned(check, codes.c_str(), w.codes, 16);
 }
 
 // What both passes share.
-void CheckLayer(Checker& check, const moe::LayerShape& s, const PlanArguments& plan, const AnyBuffer& x, const AnyBuffer& weight,
+void CheckLayer(Checker& check, const moe::LayerShape& s, const Indices& plan, bool mx, const AnyBuffer& x, const AnyBuffer& weight,
                 const AnyBuffer& saved, int64_t blocks) {
-  CheckPlan(check, plan, s);
+  CheckIndices(check, plan, s, mx ? 32 : 8, mx ? 32 : 16, mx ? " (a scale block of MXFP8)" : "");
   check.Array("x", x, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   check.Array("weight", weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});
   check.Optional("saved", saved, {kBf16}, {{"2", 2}, {"M", s.rows}, {"F", s.width}});
-  CheckAddress(check, "x", x, 16);
-  CheckAddress(check, "saved", saved, 32);
+  CheckAligned(check, "x", x, 16);
+  CheckAligned(check, "saved", saved, 32);
   check.Range("blocks", blocks, 0, 2);
 }
 
@@ -69,8 +69,8 @@ ffi::Error Prepare(cudaStream_t stream, AnyBuffer master, Result fprop, Result f
   check.Array("fprop_codes", *fprop_codes, {kU8}, {{"B", B}, {"bytes", moe::sm100_code_bytes(R, C)}});
   check.Array("dgrad_codes", *dgrad_codes, {kU8}, {{"B", B}, {"bytes", moe::sm100_code_bytes(C, R)}});
   if (!check.ok() || B == 0) return check.error();
-  return ToError(kTarget, moe::sm100_prepare_weight(master.untyped_data(), master.element_type() == kF32, B, R, C, fprop->untyped_data(),
-                                                    DataOf<uint8_t>(*fprop_codes), dgrad->untyped_data(), DataOf<uint8_t>(*dgrad_codes), stream));
+  return ErrorOf(kTarget, moe::sm100_prepare_weight(master.untyped_data(), master.element_type() == kF32, B, R, C, fprop->untyped_data(),
+                                                    Data<uint8_t>(*fprop_codes), dgrad->untyped_data(), Data<uint8_t>(*dgrad_codes), stream));
 }
 
 ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer slot_M, AnyBuffer row_TxK, AnyBuffer count_E,
@@ -78,23 +78,23 @@ ffi::Error Forward(cudaStream_t stream, AnyBuffer x, AnyBuffer weight, AnyBuffer
                    Result workspace, float alpha, float beta, float gamma, float limit, int64_t blocks) {
   constexpr const char* kTarget = "moejax_cuda_sm100_forward";
   Checker check(kTarget);
-  const PlanArguments plan{slot_M, row_TxK, count_E, start_E};
-  const moe::LayerShape s = DecodeShape(plan, down);
+  const Indices plan{slot_M, row_TxK, count_E, start_E};
+  const moe::LayerShape s = ShapeOf(plan, down);
   const bool mx = down.element_type() == kE4m3;
   CheckWeight(check, "down", {down, down_codes}, mx, s, false, false);
   CheckWeight(check, "gate_up", {gate_up, gate_up_codes}, mx, s, true, false);
-  CheckLayer(check, s, plan, x, weight, *saved, blocks);
+  CheckLayer(check, s, plan, mx, x, weight, *saved, blocks);
   check.Array("y", *y, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   const moe::Sm100Options options = {mx, static_cast<int>(blocks)};
-  if (check.ok()) CheckWorkspaceSize(check, *workspace, moe::sm100_forward_workspace_bytes(s, options));
+  if (check.ok()) CheckWorkspace(check, *workspace, moe::sm100_forward_workspace_bytes(s, options));
   if (!check.ok() || s.tokens == 0) return check.error();
   moe::Sm100Weights weights;
   weights.gate_up_fprop = gate_up.untyped_data();
-  weights.gate_up_fprop_codes = DataOf<uint8_t>(gate_up_codes);
+  weights.gate_up_fprop_codes = Data<uint8_t>(gate_up_codes);
   weights.down_fprop = down.untyped_data();
-  weights.down_fprop_codes = DataOf<uint8_t>(down_codes);
-  return ToError(kTarget, moe::sm100_forward(s, {alpha, beta, gamma, limit}, options, DataOf<uint16_t>(x), DataOf<float>(weight),
-                                             DecodePlan(plan), weights, DataOf<uint16_t>(*y), DataOf<uint16_t>(*saved),
+  weights.down_fprop_codes = Data<uint8_t>(down_codes);
+  return ErrorOf(kTarget, moe::sm100_forward(s, {alpha, beta, gamma, limit}, options, Data<uint16_t>(x), Data<float>(weight),
+                                             PlanOf(plan), weights, Data<uint16_t>(*y), Data<uint16_t>(*saved),
                                              workspace->untyped_data(), stream));
 }
 
@@ -105,28 +105,28 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
                     Result dw_down, Result workspace, float alpha, float beta, float gamma, float limit, int64_t blocks, bool accumulate) {
   constexpr const char* kTarget = "moejax_cuda_sm100_backward";
   Checker check(kTarget);
-  const PlanArguments plan{slot_M, row_TxK, count_E, start_E};
-  const moe::LayerShape s = DecodeShape(plan, down_fprop);
+  const Indices plan{slot_M, row_TxK, count_E, start_E};
+  const moe::LayerShape s = ShapeOf(plan, down_fprop);
   const bool mx = down_fprop.element_type() == kE4m3;
   CheckWeight(check, "down_fprop", {down_fprop, down_fprop_codes}, mx, s, false, false);
   CheckWeight(check, "gate_up_fprop", {gate_up_fprop, gate_up_fprop_codes}, mx, s, true, false);
   if (mx) CheckWeight(check, "down_dgrad", {down_dgrad, down_dgrad_codes}, mx, s, false, true);
   if (mx) CheckWeight(check, "gate_up_dgrad", {gate_up_dgrad, gate_up_dgrad_codes}, mx, s, true, true);
   check.Require(mx || (Absent(down_dgrad) && Absent(gate_up_dgrad)), "dgrad orientations must be absent: BF16 weights have one");
-  CheckLayer(check, s, plan, x, weight, saved, blocks);
+  CheckLayer(check, s, plan, mx, x, weight, saved, blocks);
   check.Array("dy", dy, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   check.Array("dx", *dx, {kBf16}, {{"T", s.tokens}, {"D", s.d_model}});
   check.Array("d_weight", *d_weight, {kF32}, {{"T", s.tokens}, {"K", s.top_k}});
   check.Array("dw_gate_up", *dw_gate_up, {kF32}, {{"E", s.experts}, {"2", 2}, {"F", s.width}, {"D", s.d_model}});
   check.Array("dw_down", *dw_down, {kF32}, {{"E", s.experts}, {"D", s.d_model}, {"F", s.width}});
-  CheckAddress(check, "dw_gate_up", *dw_gate_up, 32);
-  CheckAddress(check, "dw_down", *dw_down, 32);
+  CheckAligned(check, "dw_gate_up", *dw_gate_up, 32);
+  CheckAligned(check, "dw_down", *dw_down, 32);
   check.Require(accumulate != Absent(acc_gate_up) && accumulate != Absent(acc_down),
                 std::string("accumulators are given or absent against attribute accumulate, which is ") + (accumulate ? "true" : "false"));
   check.Require(!accumulate || (acc_gate_up.untyped_data() == dw_gate_up->untyped_data() && acc_down.untyped_data() == dw_down->untyped_data()),
                 "accumulators must be aliased to their gradients (input_output_aliases)");
   const moe::Sm100Options options = {mx, static_cast<int>(blocks)};
-  if (check.ok()) CheckWorkspaceSize(check, *workspace, moe::sm100_backward_workspace_bytes(s, options, Absent(saved)));
+  if (check.ok()) CheckWorkspace(check, *workspace, moe::sm100_backward_workspace_bytes(s, options, Absent(saved)));
   if (!check.ok()) return check.error();
   if (s.tokens == 0) {
     if (accumulate) return ffi::Error::Success();
@@ -138,17 +138,17 @@ ffi::Error Backward(cudaStream_t stream, AnyBuffer x, AnyBuffer dy, AnyBuffer we
   }
   moe::Sm100Weights weights;
   weights.gate_up_fprop = gate_up_fprop.untyped_data();
-  weights.gate_up_fprop_codes = DataOf<uint8_t>(gate_up_fprop_codes);
+  weights.gate_up_fprop_codes = Data<uint8_t>(gate_up_fprop_codes);
   weights.gate_up_dgrad = mx ? gate_up_dgrad.untyped_data() : weights.gate_up_fprop;
-  weights.gate_up_dgrad_codes = DataOf<uint8_t>(gate_up_dgrad_codes);
+  weights.gate_up_dgrad_codes = Data<uint8_t>(gate_up_dgrad_codes);
   weights.down_fprop = down_fprop.untyped_data();
-  weights.down_fprop_codes = DataOf<uint8_t>(down_fprop_codes);
+  weights.down_fprop_codes = Data<uint8_t>(down_fprop_codes);
   weights.down_dgrad = mx ? down_dgrad.untyped_data() : weights.down_fprop;
-  weights.down_dgrad_codes = DataOf<uint8_t>(down_dgrad_codes);
-  return ToError(kTarget, moe::sm100_backward(s, {alpha, beta, gamma, limit}, options, DataOf<uint16_t>(x), DataOf<float>(weight),
-                                              DataOf<uint16_t>(dy), DecodePlan(plan), weights, DataOf<uint16_t>(saved),
-                                              DataOf<uint16_t>(*dx), DataOf<float>(*d_weight), DataOf<float>(*dw_gate_up),
-                                              DataOf<float>(*dw_down), accumulate, workspace->untyped_data(), stream));
+  weights.down_dgrad_codes = Data<uint8_t>(down_dgrad_codes);
+  return ErrorOf(kTarget, moe::sm100_backward(s, {alpha, beta, gamma, limit}, options, Data<uint16_t>(x), Data<float>(weight),
+                                              Data<uint16_t>(dy), PlanOf(plan), weights, Data<uint16_t>(saved),
+                                              Data<uint16_t>(*dx), Data<float>(*d_weight), Data<float>(*dw_gate_up),
+                                              Data<float>(*dw_down), accumulate, workspace->untyped_data(), stream));
 }
 
 }  // namespace
