@@ -96,6 +96,15 @@ def test_weights_and_copies_on_a_device_are_whole_over_fsdp():
     assert step.gradients == weights["expert"] + weights["other"]
 
 
+def test_row_buffers_by_hand():
+    """16 sequences of 128 tokens over 8 devices: a window is 1.25 of 256 tokens x 2 slots, padding for one expert, and a rest."""
+    config = config_for({"expert": 8}, recipe="bf16")
+    window = -(-(int(1.25 * 256 * 2) + 127) // 128) * 128 + 128
+    assert step_bytes(config, abstract(config)).rows == 3 * window * D * 2
+    one = config_for({}, recipe="fp32")
+    assert step_bytes(one, abstract(one)).rows == 3 * (2048 * 2 + 8 * 128) * D * 4  # any routing of all tokens
+
+
 def of(config):
     mesh = abstract(config)
     state, step = state_bytes(config, mesh), step_bytes(config, mesh)

@@ -154,6 +154,22 @@ def test_adamw_with_clipping_gives_the_parameters_of_one_device():
 
 
 @SLOW
+def test_devices_without_a_real_token_take_part_with_zeros(monkeypatch):
+    """The last rows of every micro-batch, all of two of four devices, are padding."""
+    whole = batch_of(config_of(), 0)
+    padded = {name: x.copy() for name, x in whole.items()}
+    for name, empty in {"token": 0, "target": -1, "segment": 0, "position": 0}.items():
+        padded[name][:, 4:] = empty
+    monkeypatch.setitem(globals(), "batch_of", lambda *_: padded)
+    before, after, metrics = run(config_of(), mesh_of(data=2, expert=2))
+    want_before, want_after, want = run(config_of())
+    assert metrics["tokens"] == want["tokens"] == (padded["segment"] > 0).sum() < (whole["segment"] > 0).sum()
+    np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=1e-6)
+    for name in want_before:
+        assert relative(before[name] - after[name], want_before[name] - want_after[name]) < 1e-6, name
+
+
+@SLOW
 @pytest.mark.parametrize("scope", ["global", "micro_batch"])
 def test_balance_losses_of_wider_scopes_count_the_tokens_of_all_devices(scope):
     config = config_of()

@@ -7,6 +7,7 @@ What lives between steps is exact: it is the sum over the leaves of `abstract_st
   copies       compute copies of the expert weights, `expert_copies()`, whole over fsdp
   gradients    one FP32 buffer per weight of the device, whole over fsdp (docs/design.md §3: reduced once, at the end)
   activations  what the forward of a micro-batch keeps for its backward: outputs of its `jax.vjp` that are no inputs
+  rows         the ring of row buffers of an expert layer: x, dY and dx of the rows that the device computes at a time
   working      the rest of the peak: what the layer, the loss or the optimizer that runs at the moment needs
 
 Rows of the batch are split over data, fsdp and expert. Context divides L; activations are counted as if tensor split none of
@@ -25,7 +26,10 @@ import jax.numpy as jnp
 from moejax.checkpoint import named_leaves
 from moejax.config import Config
 from moejax.estimate.liveness import peak_bytes
-from moejax.ops.spec import EXPERT_AXIS, moe_spec
+from moejax.ops.backends import compute_dtype
+from moejax.ops.exchange_plan import window_rows
+from moejax.ops.schedule import rows_bound
+from moejax.ops.spec import EXPERT_AXIS, TILE, moe_spec
 from moejax.training.state import Skeleton, TrainState, abstract_state, make_skeleton
 from moejax.training.step import make_step
 
@@ -57,6 +61,7 @@ class StepBytes:
     copies: int
     gradients: int
     activations: int
+    rows: int
     working: int
 
     @property
@@ -84,11 +89,11 @@ def step_bytes(config: Config, mesh: Mesh) -> StepBytes:
         gathered = local["other"] + (local["expert"] if config.recipe == "fp32" else 0)
     copies = _bytes(_copies(skeleton, state)) // ranks
     gradients = local["other"] + local["expert"]
-    activations = activation_bytes(config, mesh)
-    working = max(peak - gathered - copies - gradients - activations, 0)
+    activations, rows = activation_bytes(config, mesh), row_bytes(config, mesh)
+    working = max(peak - gathered - copies - gradients - activations - rows, 0)
     return StepBytes(
         batch=sum(shard_bytes(leaf) for leaf in batch.values()),
-        gathered=gathered, copies=copies, gradients=gradients, activations=activations, working=working,
+        gathered=gathered, copies=copies, gradients=gradients, activations=activations, rows=rows, working=working,
     )  # fmt: skip
 
 
@@ -143,6 +148,17 @@ def activation_bytes(config: Config, mesh: Mesh) -> int:
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state.params, _copies(skeleton, state)))}
     avals: list[Any] = [value.aval for value in values]
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals if (a.shape, a.dtype) not in weights)
+
+
+def row_bytes(config: Config, mesh: Mesh) -> int:
+    """x, dY and dx of the rows of one layer that a device has at a time, in the compute dtype: one window, or all there may be."""
+    training = config.training
+    tokens = training.global_batch // training.micro_batches * training.sequence_length // mesh.size
+    with jax.sharding.use_abstract_mesh(mesh):
+        spec = moe_spec(config, mesh)
+    bound = rows_bound(tokens * spec.ranks, spec)
+    rows = min(window_rows(tokens, spec) + TILE, bound) if spec.exchanges else bound
+    return 3 * rows * spec.d_model * compute_dtype(spec).itemsize
 
 
 def local_config(config: Config, mesh: Mesh) -> Config:
