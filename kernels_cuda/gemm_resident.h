@@ -26,8 +26,8 @@ struct ResidentConfig {
   static constexpr int kOwnN = kSplit ? kColumns / 2 : kColumns;  // columns of a warpgroup
   static constexpr int kOwnM = kTileM / 64;                       // 64-row parts of a warpgroup
   static constexpr int kMaxUnits = 1;
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters = 216;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
 
   // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of mma_sm90.h.
   static constexpr int kStageBytes = kPanelsA * kPanelBytes;
@@ -121,7 +121,7 @@ struct Steps {
 
 // A consumer warpgroup. The order of products among the two is strict: a warpgroup that waits for its turn can't be two phases ahead
 // of a ring that the other one walks.
-template <Kind kKind, class Isa, class Config>
+template <Kind kKind, bool kContinue, class Isa, class Config>
 struct ResidentConsumer {
   using Rows = Ring<Isa, Config>;
   using Columns = Ring<Isa, typename Config::Columns>;
@@ -154,7 +154,8 @@ struct ResidentConsumer {
     if (lane < (for_both ? 2u : 1u)) Isa::barrier_arrive(empty);
   }
 
-  // The products of one tile, which has K blocks; those of the last block in steps of 16 rows, as many as there are. first: operand B has yet to be seen full; last: its stages go back.
+  // The products of one tile, which has K blocks; the last block in steps of 16 rows, as many as there are. first: operand B has yet to be
+  // seen full; last: its stages go back.
   MOE_FN void multiply(const Strip<Config>& strip, bool first, bool last, Rows& ring, Columns at) {
     const bool for_both = !strip.resident && !Config::kSplit;
     uint32_t previous = 0, previous_columns = 0;
@@ -224,11 +225,7 @@ struct ResidentConsumer {
     if (!Config::kSplit && !resident) columns.skip(own * strip.k_blocks);
     MOE_NO_UNROLL
     for (int t = own; t < strip.tiles; t += kStep) {
-      MOE_UNROLL
-      for (int m = 0; m < Config::kOwnM; ++m) {
-        MOE_UNROLL
-        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
-      }
+      start(strip.tile(t), args);
       const bool first = t == own || !resident, last = t == last_tile || !resident;
       wait_turn();
       // Both warpgroups give back the stages of a tile that they share; one that does not fit the ring is a matter of both at once.
@@ -264,13 +261,28 @@ struct ResidentConsumer {
     }
   }
 
+  // First column and row of this thread.
+  MOE_FN int column_of(const Task& tile) const { return tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0); }
+  MOE_FN int row_of(const Task& tile, int m) const { return tile.m0 + 64 * m + static_cast<int>(row); }
+
   template <class Arguments>
-  MOE_FN void write(const Task& tile, const Arguments& args) {
-    const int column = tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0);
+  MOE_FN void start(const Task& tile, const Arguments& args) {
     MOE_UNROLL
     for (int m = 0; m < Config::kOwnM; ++m) {
-      const int first = tile.m0 + 64 * m + static_cast<int>(row);
-      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, first, column, args);
+      if constexpr (kContinue) {
+        read_gradient<Isa, Config::kOwnN>(acc[m], tile, kKind, row_of(tile, m), column_of(tile), args);
+      } else {
+        MOE_UNROLL
+        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
+      }
+    }
+  }
+
+  template <class Arguments>
+  MOE_FN void write(const Task& tile, const Arguments& args) {
+    MOE_UNROLL
+    for (int m = 0; m < Config::kOwnM; ++m) {
+      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, row_of(tile, m), column_of(tile), args);
     }
   }
 };
@@ -284,8 +296,8 @@ MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t share
   if (Isa::lane_index() == 0) Isa::add_release(args.signals + task.signal, 1);
 }
 
-// The roles of a block that runs strips, for run_roles.
-template <Kind kKind, class Isa, class Config_>
+// The roles of a block that runs strips, for run_roles. kContinue: gradients start from the values already there.
+template <Kind kKind, bool kContinue, class Isa, class Config_>
 struct Resident {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
@@ -324,7 +336,7 @@ struct Resident {
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    ResidentConsumer<kKind, Isa, Config> state(base, consumer);
+    ResidentConsumer<kKind, kContinue, Isa, Config> state(base, consumer);
     each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };

@@ -15,8 +15,9 @@
 namespace moe {
 namespace {
 
-constexpr int kTileM = 128;  // rows of a block's tile
-constexpr int kTileN = 256;  // accumulator columns of a block
+constexpr int kMaxExperts = 65536;  // the builder of task lists reads the counts of all experts in every block
+constexpr int kTileM = 128;         // rows of a block's tile
+constexpr int kTileN = 256;         // accumulator columns of a block
 
 #define MOE_RETURN_IF_ERROR(expression)   \
   do {                                    \
@@ -42,7 +43,7 @@ Status check_shape(const LayerShape& s) {
   if (s.width < 8 || s.width % 8 != 0) return say("width", s.width, "a positive multiple of 8 (16-byte rows in BF16)");
   if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
   if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
-  if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");
+  if (s.experts < 1 || s.experts > kMaxExperts) return say("experts", s.experts, "1 to 65536 (those of all layers of a stack together)");
   if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
   if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
@@ -54,16 +55,15 @@ bool gather_reaches(const LayerShape& s) { return 2 * s.tokens * s.d_model <= UI
 // With one expert per token these products scatter to the tokens themselves, which only tokens on the M side can.
 bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == kDown || kind == kDgradGateUp); }
 
-// The default: tokens on the N side where most experts fit one tile of them. A dispatch costs as much as T K D, gathering (in slower
-// products) as T K D F: they were measured to break even near F = 1900 (NOTES.md, v7).
+// The default: tokens on the N side where most experts fit one tile of them, and one operand of a weight gradient at rest where most experts'
+// rows fit. A dispatch costs as much as T K D, gathering (in slower products) as T K D F: they were measured to break even near F = 1900
+// (NOTES.md, v7).
 Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
-  if (is_wgrad(kind)) {  // one operand at rest where the rows of most experts fit
-    const int64_t slots = s.tokens * s.top_k;
-    return slots <= s.experts * 176 ? kWayResident512 : slots <= s.experts * 544 ? kWayResident128 : kWayDispatched;
-  }
-  const bool few = s.tokens * s.top_k <= s.experts * TokensNConfig::kTokens;
+  const int64_t rows = s.tokens * s.top_k / routed_experts(s);  // of an expert, on average
+  if (is_wgrad(kind)) return rows <= 176 ? kWayResident512 : rows <= 544 ? kWayResident128 : kWayDispatched;
+  const bool few = rows <= TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
   return s.width <= kGatherWidth && has_way(s, kind, kWayGathered) ? kWayGathered : kWayDispatched;
@@ -71,12 +71,12 @@ Way way_of(const LayerShape& s, Kind kind) {
 
 bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
 
-Layout layout_of(const LayerShape& s, Kind kind, bool accumulate) {
+Layout layout_of(const LayerShape& s, Kind kind) {
   switch (way_of(s, kind)) {
     case kWayTokensN:
     case kWayGatheredN: return Layout::kTokensN;
-    case kWayResident512: return accumulate ? Layout::kTokensM : Layout::kResident512;
-    case kWayResident128: return accumulate ? Layout::kTokensM : Layout::kResident128;
+    case kWayResident512: return Layout::kResident512;
+    case kWayResident128: return Layout::kResident128;
     default: return Layout::kTokensM;
   }
 }
@@ -134,7 +134,7 @@ struct List : TaskList {
 
 List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumulate = false) {
   List list = {};
-  list.layout = layout_of(s, kind, accumulate);
+  list.layout = layout_of(s, kind);
   static_cast<Tiling&>(list) = tiling(s, kind, accumulate, list.layout);
   // The workspace does not depend on the way: the longest list of any.
   int64_t longest = max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensM));
@@ -215,6 +215,11 @@ TensorShape gate_up_shape(const LayerShape& s) { return {s.d_model, s.width, 2, 
 TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.experts}; }
 
 }  // namespace
+
+int64_t routed_experts(const LayerShape& s) {
+  const int64_t padding = s.rows - s.tokens * s.top_k;
+  return std::clamp<int64_t>(padding / (kGroupRows - 1), 1, s.experts);
+}
 
 bool has_way(const LayerShape& s, int product, Way way) {
   const Kind kind = static_cast<Kind>(product);

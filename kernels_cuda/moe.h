@@ -30,7 +30,7 @@ enum Way : uint8_t {
   kWayGathered,    // rows of tokens are read where they are
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
-  // Weight gradients, not when accumulating: so many columns of one operand stay in shared memory (gemm_resident.h).
+  // Weight gradients: so many columns of one operand stay in shared memory (gemm_resident.h).
   kWayResident512,  // for experts with up to 192 rows
   kWayResident128,  // up to 576
   kNumWays,
@@ -62,6 +62,10 @@ struct WeightGradients {  // FP32
 };
 
 constexpr int kGroupRows = 128;  // groups start at multiples of this many rows
+
+// Experts that can have rows. One layer of a stack is called with the experts of all layers, of which only its own have any; how many those
+// are shows in the padding that M has room for (rows_bound).
+int64_t routed_experts(const LayerShape& shape);
 
 // Whether a product of this shape can run that way; kWayAuto always. `rows` is not looked at.
 bool has_way(const LayerShape& shape, int product, Way way);

@@ -20,8 +20,8 @@ namespace {
 std::mutex mutex;
 std::vector<moe::LayerShape> entries;
 
-double RowsPerExpert(const moe::LayerShape& s) {
-  return static_cast<double>(s.tokens) * static_cast<double>(s.top_k) / static_cast<double>(std::max<int64_t>(s.experts, 1));
+double RowsPerExpert(const moe::LayerShape& s, int64_t experts) {
+  return static_cast<double>(s.tokens) * static_cast<double>(s.top_k) / static_cast<double>(std::max<int64_t>(experts, 1));
 }
 
 // One entry from Python: tokens, top_k, experts, d_model, width, and a way by product.
@@ -75,9 +75,10 @@ std::vector<int> WaysOf(int product, int64_t tokens, int64_t top_k, int64_t expe
 void ChooseWays(moe::LayerShape& shape) {
   const std::lock_guard lock(mutex);
   double nearest = std::log(1.5);
+  const int64_t experts = moe::routed_experts(shape);
   for (const moe::LayerShape& entry : entries) {
-    if (entry.experts != shape.experts || entry.d_model != shape.d_model || entry.width != shape.width) continue;
-    const double distance = std::abs(std::log(RowsPerExpert(entry)) - std::log(RowsPerExpert(shape)));
+    if (entry.experts != experts || entry.d_model != shape.d_model || entry.width != shape.width) continue;
+    const double distance = std::abs(std::log(RowsPerExpert(entry, entry.experts)) - std::log(RowsPerExpert(shape, experts)));
     if (!(distance <= nearest)) continue;
     nearest = distance;
     for (int product = 0; product < moe::kNumProducts; ++product) {

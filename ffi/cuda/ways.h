@@ -9,7 +9,7 @@
 
 namespace moejax::xla_ffi {
 
-// Fills shape.way from the entry of the same experts, D and F whose rows per expert are nearest, if any is within a factor of 1.5.
+// Fills shape.way from the entry of the same routed experts, D and F whose rows per expert are nearest, if any is within a factor of 1.5.
 void ChooseWays(moe::LayerShape& shape);
 
 // Python's side: set_ways, ways_of.

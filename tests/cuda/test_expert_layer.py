@@ -1,5 +1,6 @@
 """The Hopper expert layer against FP32 and integer oracles, on a GPU of compute capability 9.0. See oracle.py."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -202,6 +203,40 @@ def test_accumulation_continues_from_the_buffer_and_leaves_empty_experts_alone(c
             assert oracle.relative(out[name][e], before[e] + plain[name][e]) < 1e-5, (name, e)
             if (case["ids"] == e).sum() == 0:
                 assert torch.equal(out[name][e], before[e])
+
+
+def test_a_layer_of_a_stack_gives_the_bits_of_the_layer_alone():
+    """75 layers of 64 experts as one array: the layer is called with all of them, and only its own have rows."""
+    case, layers, at = build("many_experts"), 75, 71
+    start = [torch.randn(case[n].shape, device="cuda") for n in ("w_gate_up", "w_down")]
+    alone = run(case, accumulate_into=start)
+    own = slice(at * case["experts"], (at + 1) * case["experts"])
+
+    def stacked(tensor, fill):
+        out = torch.full((layers * case["experts"], *tensor.shape[1:]), fill, dtype=tensor.dtype, device="cuda")
+        out[own] = tensor
+        return out
+
+    layer = c_api.Layer(case["tokens"], case["top_k"], layers * case["experts"], case["d"], case["f"], case["act"])
+    layer.shape.rows = len(alone["plan"].slot_M)
+    plan = dataclasses.replace(
+        alone["plan"], **{n: stacked(getattr(alone["plan"], n), 0) for n in ("count_E", "start_E", "routed_E")}
+    )
+    weights = [stacked(case[n], float("nan")) for n in ("w_gate_up", "w_down")]
+    gradients = [stacked(t, 1.0) for t in start]
+    y, dx = (c_api._dirty(case["x"].shape, torch.bfloat16) for _ in range(2))
+    gate_up = c_api._dirty((2, layer.rows, case["f"]), torch.bfloat16)
+    d_weight = c_api._dirty(case["weight"].shape, torch.float32)
+    layer.forward(case["x"], case["weight"], plan, *weights, y, gate_up)
+    layer.backward(
+        case["x"], case["weight"], case["dy"], plan, *weights, gate_up, dx, d_weight, *gradients, accumulate=True
+    )
+    for name, found in {"y": y, "dx": dx, "d_weight": d_weight}.items():
+        assert torch.equal(found, alone[name]), name
+    for name, found in zip(("dw_gate_up", "dw_down"), gradients, strict=True):
+        assert torch.equal(found[own], alone[name]), name
+        found[own] = 1.0
+        assert (found == 1.0).all(), name
 
 
 def test_calls_replay_from_a_graph():
