@@ -45,6 +45,12 @@ MUTATIONS = {
         "Ring<Isa, Config>::release(previous_empty);",
         "",
     ),
+    "accumulators read before their products are done": (
+        "mma_sm90.h",
+        "Isa::template mma_wait<0>();",
+        "Isa::template mma_wait<1>();",
+        "",
+    ),
     "gathered rows counted before they landed": (
         "gemm_gather.h",
         "Isa::gather_arrive(ring.full());",

@@ -1,8 +1,10 @@
 #include "engine.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <limits>
 #include <map>
 
 #include "fibers.h"
@@ -26,9 +28,16 @@ struct Barrier {
   std::vector<int> waiting;
 };
 
+struct Flight {  // accumulators of a warpgroup with products under way
+  int pending = 0;
+  Accumulators registers, values;
+  std::vector<float> memory;  // of `values`
+};
+
 struct Warpgroup {
   std::vector<Action> open;
   std::deque<std::vector<Action>> groups;
+  std::map<void*, Flight> flights;  // by the first thread's registers
 };
 
 struct Engine {
@@ -176,7 +185,30 @@ void wait_stores(int pending) {
   while (static_cast<int>(me().stores.size()) > pending) do_oldest_group(me().stores);
 }
 
-void queue_product(int warpgroup, Action action) { engine->products[{block(), warpgroup}].open.push_back(std::move(action)); }
+void queue_product(int warpgroup, void** accumulators, int floats, std::function<void(const Accumulators&)> action) {
+  constexpr size_t kThreads = 128;
+  Warpgroup& wg = engine->products[{block(), warpgroup}];
+  Flight& flight = wg.flights[accumulators[0]];
+  if (flight.pending++ == 0) {
+    flight.memory.resize(kThreads * static_cast<size_t>(floats));
+    for (size_t t = 0; t < kThreads; ++t) {
+      float* const mine = static_cast<float*>(accumulators[t]);
+      flight.registers.push_back(mine);
+      flight.values.push_back(&flight.memory[t * static_cast<size_t>(floats)]);
+      std::copy_n(mine, floats, flight.values[t]);
+      std::fill_n(mine, floats, std::numeric_limits<float>::quiet_NaN());
+    }
+  } else if (flight.registers[1] != accumulators[1]) {
+    fail("products of one warpgroup are under way on accumulators that overlap");
+  }
+  wg.open.push_back([&wg, first = accumulators[0], floats, action = std::move(action)] {
+    Flight& now = wg.flights.at(first);
+    action(now.values);
+    if (--now.pending > 0) return;
+    for (size_t t = 0; t < kThreads; ++t) std::copy_n(now.values[t], floats, now.registers[t]);
+    wg.flights.erase(first);
+  });
+}
 
 void commit_products(int warpgroup) {
   Warpgroup& wg = engine->products[{block(), warpgroup}];
@@ -197,6 +229,7 @@ void run_cluster(int threads, int shared_bytes, uint32_t seed, const std::functi
     const auto whole_thread = [&body] {
       body();
       if (!me().uncommitted.empty()) fail("a bulk store was never committed");
+      if (!engine->products[{block(), thread() / 128}].flights.empty()) fail("a product was never waited for");
     };
     stopped = state.fibers.run(whole_thread, whim, [] { return land_copy() || do_oldest_store(); });
   }

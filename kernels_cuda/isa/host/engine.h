@@ -50,8 +50,10 @@ void gather_arrive(uint32_t address);
 void copy_out(std::function<void()> action);
 void commit_stores();
 void wait_stores(int pending);
-// Products of this warpgroup, in order; wait_products runs all but the newest `pending` committed groups. Collective.
-void queue_product(int warpgroup, std::function<void()> action);
+// Products of this warpgroup, in order; wait_products runs all but the newest `pending` committed groups. Collective. The accumulators of
+// its 128 threads, `floats` each, are NaN until the last product on them has been waited for; `action` gets where they are meanwhile.
+using Accumulators = std::vector<float*>;
+void queue_product(int warpgroup, void** accumulators, int floats, std::function<void(const Accumulators&)> action);
 void commit_products(int warpgroup);
 void wait_products(int warpgroup, int pending);
 

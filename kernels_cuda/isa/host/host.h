@@ -88,9 +88,9 @@ struct Host {
   static void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block();
     warpgroup("mma", desc_a * 31 + desc_b, acc, [=](void** data) {
-      std::vector<float*> accs(128);
-      for (int t = 0; t < 128; ++t) accs[t] = static_cast<float*>(data[t]);
-      host::queue_product(warpgroup_index(), [=] { product(block, accs, kN, desc_a, kMnMajorA, desc_b, kMnMajorB); });
+      host::queue_product(warpgroup_index(), data, kCount, [=](const host::Accumulators& accs) {
+        product(block, accs, kN, desc_a, kMnMajorA, desc_b, kMnMajorB);
+      });
     });
   }
   template <int kRegisters>
@@ -280,7 +280,7 @@ struct Host {
     return from_bits(static_cast<uint32_t>(bits) << 16);
   }
 
-  static void product(int block, const std::vector<float*>& accs, int n, uint64_t desc_a, bool mn_a, uint64_t desc_b, bool mn_b) {
+  static void product(int block, const host::Accumulators& accs, int n, uint64_t desc_a, bool mn_a, uint64_t desc_b, bool mn_b) {
     std::vector<float> b(static_cast<size_t>(n) * 16);
     for (int j = 0; j < n; ++j) {
       for (int k = 0; k < 16; ++k) b[j * 16 + k] = operand(block, desc_b, mn_b, j, k);

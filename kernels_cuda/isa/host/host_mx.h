@@ -11,9 +11,7 @@ struct HostMx : Host {
   static void mma_e4m3(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block(), group = host::thread() / 128;
     host::meet(1000 + group, host::thread() % 128, 128, "mma_e4m3", desc_a * 31 + desc_b, acc, [=](void** data) {
-      std::vector<float*> accs(128);
-      for (int t = 0; t < 128; ++t) accs[t] = static_cast<float*>(data[t]);
-      host::queue_product(group, [=] { product(block, accs, desc_a, desc_b, kFirst); });
+      host::queue_product(group, data, 64, [=](const host::Accumulators& accs) { product(block, accs, desc_a, desc_b, kFirst); });
     });
   }
   static uint32_t load_code(const uint8_t* address) { return *address; }
@@ -46,7 +44,7 @@ struct HostMx : Host {
     return mx::from_e4m3(*host::shared(block, address, 1));
   }
 
-  static void product(int block, const std::vector<float*>& accs, uint64_t desc_a, uint64_t desc_b, bool first) {
+  static void product(int block, const host::Accumulators& accs, uint64_t desc_a, uint64_t desc_b, bool first) {
     std::vector<float> b(128 * 32);
     for (int j = 0; j < 128; ++j) {
       for (int k = 0; k < 32; ++k) b[j * 32 + k] = element(block, desc_b, j, k);
