@@ -4,9 +4,10 @@ Run:    python -m benchmarks.loss_parity                   # every run that is m
         python -m benchmarks.loss_parity --minutes 9       # in pieces: saves and stops after 9 minutes; again continues
         python -m benchmarks.loss_parity --only mxfp8-1    # one run
         python -m benchmarks.loss_parity --report          # table and plot of the pairs that are finished
-Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per run), docs/<page>.md, docs/<page>.png
+Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per finished run, with its curve), docs/<page>.md, docs/<page>.png
 
-At scale, on one H200, over several sessions (a run is a piece: what has to be kept of it are three small files):
+A run that has a line in that file is not run again, so the comparison can be put together on machines that keep nothing.
+At scale, on one H200, a minute or two per run:
         python -m benchmarks.parity_text --out text
         python -m benchmarks.loss_parity --config benchmarks/loss-parity-307m.yaml --steps 768 --exact-seeds 0 --jobs 3 \
           --checkpoint-every 0 --machine h200 --page loss-parity-307m data.source=text/text
@@ -61,8 +62,19 @@ class Run:
     def folder(self) -> pathlib.Path:
         return self.root / self.name
 
-    def finished(self) -> bool:
+    def trained(self) -> bool:
         return (self.folder / "summary.json").exists()
+
+    def identity(self) -> dict:
+        """What makes a line of the result file this run's. Where the text lay is not part of it; what it was is (`corpus`)."""
+        extra = [override for override in self.extra if not override.startswith("data.source=")]
+        return {
+            "config": self.config,
+            "overrides": extra,
+            "recipe": self.recipe,
+            "seed": self.seed,
+            "steps": self.steps,
+        }
 
     def overrides(self) -> list[str]:
         return [
@@ -102,67 +114,103 @@ def train(run: Run, seconds: float | None) -> bool:
         except KeyboardInterrupt:  # the terminal interrupts both: train.py saves
             process.wait()
             raise
-    if run.finished():
+    if run.trained():
         return True
     if seconds is None or code not in (0, 143, -signal.SIGTERM):
         raise SystemExit(f"{run.name} ended with status {code} before its last step: see above")
     return False
 
 
+def collect(runs: list[Run], path: pathlib.Path) -> dict[tuple[str, int], dict]:
+    """The line of every finished run, from its folder or from the result file, where new ones are added.
+
+    Raises:
+      SystemExit: runs were trained on different texts.
+    """
+    stored = _read_lines(path)
+    new = [_line(run) for run in runs if run.trained()]
+    kept = [line for line in stored if not any(_same_run(line, other) for other in new)]
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept + new), encoding="utf-8")
+    found = {}
+    for run in runs:
+        for line in kept + new:
+            if "loss" in line and _same_run(line, run.identity()):  # lines of before had no curve
+                found[run.recipe, run.seed] = line
+    texts = {line["corpus"] for line in found.values()}
+    if len(texts) > 1:
+        raise SystemExit(
+            f"{path}: runs of this comparison were trained on {len(texts)} different texts: {sorted(texts)}"
+        )
+    return found
+
+
 def report(runs: list[Run], machine: str, page: str) -> None:
-    """Result lines, table and plot of the pairs that are finished.
+    """Table and plot of the pairs that are finished.
 
     Raises:
       SystemExit: no seed has both recipes.
     """
-    finished = {(run.recipe, run.seed): run for run in runs if run.finished()}
+    path = result_file(machine)
+    finished = collect(runs, path)
     seeds = sorted({run.seed for run in runs if all((recipe, run.seed) in finished for recipe in RECIPES)})
     if not seeds:
-        raise SystemExit(
-            f"no seed has finished in both recipes; finished so far: {sorted(r.name for r in finished.values())}"
-        )
-    pairs = {seed: {recipe: _result(finished[recipe, seed]) for recipe in RECIPES} for seed in seeds}
-    path = ROOT / "benchmarks" / "results" / machine / "loss_parity.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    exact = {seed: _result(finished[EXACT, seed]) for seed in seeds if (EXACT, seed) in finished}
-    lines = [pairs[seed][recipe]["line"] for seed in seeds for recipe in RECIPES]
-    lines += [result["line"] for result in exact.values()]
-    kept = [line for line in _read_lines(path) if not any(_same_run(line, new) for new in lines)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept + lines), encoding="utf-8")
-    missing = sorted(run.name for run in runs if not run.finished())
-    text = table(pairs, exact, lines, page, missing)
+        raise SystemExit(f"no seed has finished in both recipes; finished so far: {sorted(finished)}")
+    pairs = {seed: {recipe: finished[recipe, seed] for recipe in RECIPES} for seed in seeds}
+    exact = {seed: finished[EXACT, seed] for seed in seeds if (EXACT, seed) in finished}
+    missing = sorted(run.name for run in runs if (run.recipe, run.seed) not in finished)
+    alone = {key: line for key, line in finished.items() if key[1] not in seeds}
+    text = table(pairs, exact, alone, page, missing)
     plot(pairs, exact, ROOT / "docs" / f"{page}.png")
     (ROOT / "docs" / f"{page}.md").write_text(text, encoding="utf-8")
     print(f"{text}\nwrote {path.relative_to(ROOT)}, docs/{page}.md, docs/{page}.png")
 
 
-def table(pairs: dict[int, dict], exact: dict[int, dict], lines: list[dict], page: str, missing: list[str]) -> str:
-    """The page `docs/<page>.md`."""
+def result_file(machine: str) -> pathlib.Path:
+    return ROOT / "benchmarks" / "results" / machine / "loss_parity.jsonl"
+
+
+def table(
+    pairs: dict[int, dict], exact: dict[int, dict], alone: dict[tuple[str, int], dict], page: str, missing: list[str]
+) -> str:
+    """The page `docs/<page>.md`; `alone`: finished runs without their pair."""
+    lines = [line for pair in pairs.values() for line in pair.values()] + list(exact.values())
     first = lines[0]
-    gaps = {key: [pairs[s]["mxfp8"]["line"][key] - pairs[s]["bf16"]["line"][key] for s in pairs] for key in _LOSSES}
+    gaps = {key: [pairs[s]["mxfp8"][key] - pairs[s]["bf16"][key] for s in pairs] for key in _LOSSES}
     rows = [
         f"| {seed} | "
-        + " | ".join(f"{pairs[seed][recipe]['line'][key]:.4f}" for key in _LOSSES for recipe in RECIPES)
+        + " | ".join(f"{pairs[seed][recipe][key]:.4f}" for key in _LOSSES for recipe in RECIPES)
         + " | "
-        + " | ".join(f"{gaps[key][i]:+.4f} ({gaps[key][i] / pairs[seed]['bf16']['line'][key]:+.2%})" for key in _LOSSES)
+        + " | ".join(f"{gaps[key][i]:+.4f} ({gaps[key][i] / pairs[seed]['bf16'][key]:+.2%})" for key in _LOSSES)
         + " |"
         for i, seed in enumerate(pairs)
     ]
-    spread = {
-        key: {recipe: _spread([pairs[s][recipe]["line"][key] for s in pairs]) for recipe in RECIPES} for key in _LOSSES
-    }
+    spread = {key: {recipe: _spread([pairs[s][recipe][key] for s in pairs]) for recipe in RECIPES} for key in _LOSSES}
     summary = "".join(
         f"* {title}: gap {_spread(gaps[key], '+')}; over seeds bf16 {spread[key]['bf16']}, mxfp8 {spread[key]['mxfp8']}.\n"
         for key, title in _LOSSES.items()
     )
     others = "".join(
-        f"* mode exact, seed {seed}: {title} {result['line'][key]:.4f}, "
-        f"{result['line'][key] - pairs[seed]['bf16']['line'][key]:+.4f} from bf16 and "
-        f"{pairs[seed]['mxfp8']['line'][key] - result['line'][key]:+.4f} from there to aligned.\n"
+        f"* mode exact, seed {seed}: {title} {result[key]:.4f}, "
+        f"{result[key] - pairs[seed]['bf16'][key]:+.4f} from bf16 and "
+        f"{pairs[seed]['mxfp8'][key] - result[key]:+.4f} from there to aligned.\n"
         for seed, result in exact.items()
         for key, title in _LOSSES.items()
     )
     unfinished = f"\n**Not finished yet:** {', '.join(missing)}.\n" if missing else ""
+    for (recipe, seed), line in alone.items():
+        unfinished += (
+            f"\nFinished without its pair: {recipe}, seed {seed}, held-out {line['heldout_nats_per_byte']:.4f}, "
+            + (f"last steps {line['last_loss']:.4f}.\n")
+        )
+    at = [first["steps"] * quarter // 4 for quarter in (1, 2, 3, 4)]
+    curves = "".join(
+        f"| {line['recipe']}-{line['seed']} | "
+        + " | ".join(f"{np.mean(line['loss'][step - SMOOTH : step]):.4f}" for step in at)
+        + " |\n"
+        for line in sorted([*lines, *alone.values()], key=lambda line: (line["seed"], line["recipe"]))
+    )
     commits = ", ".join(sorted({line["commit"] for line in lines}))
     backends = ", ".join(sorted({f"{line['recipe']}: {line['backend']}" for line in lines}))
     seconds = max(line["seconds"] for line in lines)
@@ -180,6 +228,11 @@ Losses are nats: per byte of held-out text, and per token as the mean of the las
 bf16 of the same seed, positive where mxfp8 is worse. Mean ± standard deviation over {len(pairs)} seeds:
 
 {summary}{others}{unfinished}
+Training loss on the way, means of {SMOOTH} steps:
+
+| run | {" | ".join(f"step {step}" for step in at)} |
+|---|---|---|---|---|
+{curves}
 In both recipes the router, norms, softmax, the combine, all reductions, weight gradients, masters and the optimizer's state are
 FP32; embedding, attention, head and the residual stream are BF16. mxfp8 quantises the six products of the experts, all layers.
 
@@ -225,30 +278,26 @@ _LOSSES = {
 }
 
 
-def _result(run: Run) -> dict:
-    """Loss curve and result line of a finished run."""
+def _line(run: Run) -> dict:
+    """Result line of a trained run."""
     from moejax.training.metrics import read_records
 
-    records = list(read_records(run.folder / "metrics.jsonl"))
-    loss = np.array([record["loss"] for record in records])
+    loss = [record["loss"] for record in read_records(run.folder / "metrics.jsonl")]
     summary = json.loads((run.folder / "summary.json").read_text())
     if len(loss) != run.steps or summary["steps"] != run.steps:
         raise SystemExit(f"{run.folder} holds {len(loss)} steps, expected {run.steps}: use the --steps it was run with")
-    last = loss[-max(1, len(loss) // 10) :]
-    line = json.loads((run.folder / "conditions.json").read_text()) | {
+    return {
         "bench": "loss_parity",
-        "config": run.config,
-        "overrides": list(run.extra),
-        "recipe": run.recipe,
-        "seed": run.seed,
-        "steps": run.steps,
+        **json.loads((run.folder / "conditions.json").read_text()),
+        **run.identity(),
+        "corpus": json.loads((run.folder / "data.json").read_text())["corpus"],
         "tokens": summary["tokens"],
         "heldout_nats_per_byte": summary["heldout_nats_per_byte"],
-        "last_loss": float(last.mean()),
+        "last_loss": float(np.mean(loss[-max(1, len(loss) // 10) :])),
         "seconds": summary["seconds"],
         "tokens_per_second": summary["tokens_per_second"],
+        "loss": [round(value, 5) for value in loss],
     }
-    return {"loss": loss, "line": line}
 
 
 def _note_conditions(run: Run) -> None:
@@ -282,7 +331,7 @@ def _note_conditions(run: Run) -> None:
     path.write_text(json.dumps(noted))
 
 
-def _running_mean(values: np.ndarray) -> np.ndarray:
+def _running_mean(values: list[float]) -> np.ndarray:
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, mode="valid")
 
 
@@ -293,7 +342,7 @@ def _spread(values: list[float], sign: str = "") -> str:
 
 
 def _same_run(one: dict, other: dict) -> bool:
-    return all(one.get(key) == other[key] for key in ("config", "overrides", "recipe", "seed", "steps", "backend"))
+    return all(one.get(key) == other[key] for key in ("config", "overrides", "recipe", "seed", "steps"))
 
 
 def _read_lines(path: pathlib.Path) -> list[dict]:
@@ -348,12 +397,18 @@ def main() -> None:
 
     def run_one(run: Run) -> bool:
         left = None if deadline is None else deadline - time.monotonic()
-        return run.finished() or ((left is None or left > 1) and train(run, left))
+        return run.trained() or ((left is None or left > 1) and train(run, left))
 
     if not args.report:
-        wanted = [run for run in runs if not args.only or run.name in args.only]
+        done_before = collect(runs, result_file(args.machine))
+        wanted = [
+            run
+            for run in runs
+            if (run.recipe, run.seed) not in done_before and (not args.only or run.name in args.only)
+        ]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             done = list(pool.map(run_one, wanted))
+        collect(runs, result_file(args.machine))
         if not all(done):
             unfinished = [run.name for run, finished in zip(wanted, done, strict=True) if not finished]
             print(f"not finished: {', '.join(unfinished)}; the same command continues")
