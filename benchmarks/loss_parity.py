@@ -207,7 +207,7 @@ def table(
     at = [first["steps"] * quarter // 4 for quarter in (1, 2, 3, 4)]
     curves = "".join(
         f"| {line['recipe']}-{line['seed']} | "
-        + " | ".join(f"{np.mean(line['loss'][step - SMOOTH : step]):.4f}" for step in at)
+        + " | ".join(f"{np.mean(line['loss'][max(step - SMOOTH, 0) : step]):.4f}" for step in at)
         + " |\n"
         for line in sorted([*lines, *alone.values()], key=lambda line: (line["seed"], line["recipe"]))
     )
