@@ -69,11 +69,10 @@ using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, GemmConfig<256>>;
 template <Kind kKind, bool kPlain>
 using OnN = TokensN<kKind, kPlain, Sm90>;
 
-template <Kind kKind, class Config>
-cudaError_t launch_resident(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
-  return batch.kinds[0].accumulate ? launch<Resident<kKind, true, Sm90, Config>>(batch, stream)
-                                   : launch<Resident<kKind, false, Sm90, Config>>(batch, stream);
-}
+template <Kind kKind>
+using Wide = Resident<kKind, Sm90, ResidentWide>;
+template <Kind kKind>
+using Tall = Resident<kKind, Sm90, ResidentTall>;
 
 }  // namespace
 
@@ -90,8 +89,8 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
   if (layout != Layout::kTokensM) {
     const bool wide = layout == Layout::kResident512;
     switch (kind) {
-      case kWgradDown: return wide ? launch_resident<kWgradDown, ResidentWide>(batch, stream) : launch_resident<kWgradDown, ResidentTall>(batch, stream);
-      case kWgradGateUp: return wide ? launch_resident<kWgradGateUp, ResidentWide>(batch, stream) : launch_resident<kWgradGateUp, ResidentTall>(batch, stream);
+      case kWgradDown: return wide ? launch<Wide<kWgradDown>>(batch, stream) : launch<Tall<kWgradDown>>(batch, stream);
+      case kWgradGateUp: return wide ? launch<Wide<kWgradGateUp>>(batch, stream) : launch<Tall<kWgradGateUp>>(batch, stream);
       default: return cudaErrorInvalidValue;
     }
   }

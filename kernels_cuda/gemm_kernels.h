@@ -12,7 +12,7 @@ namespace moe {
 enum class Layout : uint8_t {
   kTokensM,      // mma_sm90.h
   kTokensN,      // gemm_tokens_n.h; kinds that can
-  kResident512,  // strips of gemm_resident.h; weight gradients
+  kResident512,  // strips of gemm_resident.h; weight gradients that are overwritten
   kResident128,
 };
 

@@ -121,7 +121,7 @@ struct Steps {
 
 // A consumer warpgroup. The order of products among the two is strict: a warpgroup that waits for its turn can't be two phases ahead
 // of a ring that the other one walks.
-template <Kind kKind, bool kContinue, class Isa, class Config>
+template <Kind kKind, class Isa, class Config>
 struct ResidentConsumer {
   using Rows = Ring<Isa, Config>;
   using Columns = Ring<Isa, typename Config::Columns>;
@@ -225,7 +225,11 @@ struct ResidentConsumer {
     if (!Config::kSplit && !resident) columns.skip(own * strip.k_blocks);
     MOE_NO_UNROLL
     for (int t = own; t < strip.tiles; t += kStep) {
-      start(strip.tile(t), args);
+      MOE_UNROLL
+      for (int m = 0; m < Config::kOwnM; ++m) {
+        MOE_UNROLL
+        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
+      }
       const bool first = t == own || !resident, last = t == last_tile || !resident;
       wait_turn();
       // Both warpgroups give back the stages of a tile that they share; one that does not fit the ring is a matter of both at once.
@@ -261,28 +265,13 @@ struct ResidentConsumer {
     }
   }
 
-  // First column and row of this thread.
-  MOE_FN int column_of(const Task& tile) const { return tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0); }
-  MOE_FN int row_of(const Task& tile, int m) const { return tile.m0 + 64 * m + static_cast<int>(row); }
-
-  template <class Arguments>
-  MOE_FN void start(const Task& tile, const Arguments& args) {
-    MOE_UNROLL
-    for (int m = 0; m < Config::kOwnM; ++m) {
-      if constexpr (kContinue) {
-        read_gradient<Isa, Config::kOwnN>(acc[m], tile, kKind, row_of(tile, m), column_of(tile), args);
-      } else {
-        MOE_UNROLL
-        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
-      }
-    }
-  }
-
   template <class Arguments>
   MOE_FN void write(const Task& tile, const Arguments& args) {
+    const int column = tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0);
     MOE_UNROLL
     for (int m = 0; m < Config::kOwnM; ++m) {
-      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, row_of(tile, m), column_of(tile), args);
+      const int first = tile.m0 + 64 * m + static_cast<int>(row);
+      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, first, column, args);
     }
   }
 };
@@ -296,8 +285,8 @@ MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t share
   if (Isa::lane_index() == 0) Isa::add_release(args.signals + task.signal, 1);
 }
 
-// The roles of a block that runs strips, for run_roles. kContinue: gradients start from the values already there.
-template <Kind kKind, bool kContinue, class Isa, class Config_>
+// The roles of a block that runs strips, for run_roles.
+template <Kind kKind, class Isa, class Config_>
 struct Resident {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
@@ -336,7 +325,7 @@ struct Resident {
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    ResidentConsumer<kKind, kContinue, Isa, Config> state(base, consumer);
+    ResidentConsumer<kKind, Isa, Config> state(base, consumer);
     each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };

@@ -71,12 +71,12 @@ Way way_of(const LayerShape& s, Kind kind) {
 
 bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
 
-Layout layout_of(const LayerShape& s, Kind kind) {
+Layout layout_of(const LayerShape& s, Kind kind, bool accumulate) {
   switch (way_of(s, kind)) {
     case kWayTokensN:
     case kWayGatheredN: return Layout::kTokensN;
-    case kWayResident512: return Layout::kResident512;
-    case kWayResident128: return Layout::kResident128;
+    case kWayResident512: return accumulate ? Layout::kTokensM : Layout::kResident512;
+    case kWayResident128: return accumulate ? Layout::kTokensM : Layout::kResident128;
     default: return Layout::kTokensM;
   }
 }
@@ -134,7 +134,7 @@ struct List : TaskList {
 
 List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumulate = false) {
   List list = {};
-  list.layout = layout_of(s, kind);
+  list.layout = layout_of(s, kind, accumulate);
   static_cast<Tiling&>(list) = tiling(s, kind, accumulate, list.layout);
   // The workspace does not depend on the way: the longest list of any.
   int64_t longest = max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensM));

@@ -176,37 +176,6 @@ MOE_FN void store_gradient(const float (&acc)[kCount], const Task& tile, Kind ki
   }
 }
 
-// The reverse: accumulators of a gradient that is continued. What lies outside starts from zero.
-template <class Isa, int kColumns, int kCount, class Arguments>
-MOE_FN void read_gradient(float (&acc)[kCount], const Task& tile, Kind kind, int row, int column, const Arguments& args) {
-  struct alignas(16) Four {
-    float v[4];
-  };
-  const int matrix = kind == kWgradGateUp ? 2 * tile.expert + tile.half : tile.expert;
-  const uint32_t lane = Isa::lane_index();
-  const uint32_t odd = lane % 2;
-  const int first_column = column + (odd ? 8 : 0) + 4 * static_cast<int>((lane % 4) / 2);
-  const int64_t pitch = args.n_extent;
-  const float* at = args.dw + (static_cast<int64_t>(matrix) * args.m_extent + row) * pitch + first_column;
-  MOE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int columns = row + 8 * half < args.m_extent ? args.n_extent - first_column : 0;
-    MOE_UNROLL
-    for (int jj = 0; jj < kColumns / 16; ++jj) {
-      const int a = 8 * jj + 2 * half, b = a + 4;
-      Four four = {};
-      if (16 * jj < columns) four = *reinterpret_cast<const Four*>(at + 16 * jj);
-      const float got0 = Isa::shuffle_xor(Isa::select(odd, four.v[0], four.v[2]), 1);
-      const float got1 = Isa::shuffle_xor(Isa::select(odd, four.v[1], four.v[3]), 1);
-      acc[a] = Isa::select(odd, got0, four.v[0]);
-      acc[a + 1] = Isa::select(odd, got1, four.v[1]);
-      acc[b] = Isa::select(odd, four.v[2], got0);
-      acc[b + 1] = Isa::select(odd, four.v[3], got1);
-    }
-    at += 8 * pitch;
-  }
-}
-
 // What a consumer warpgroup keeps from tile to tile, and how its lanes address panels. Its 64 x kTileN sums leave unit by unit: it writes
 // panels (64 rows of 128 bytes) into shared memory and goes on to its next tile, while its store warp sends each unit to memory and gives
 // the shared memory back. Most units are stages of the operand ring, taken in order like any K block; the two staging panels of the

@@ -30,7 +30,7 @@ enum Way : uint8_t {
   kWayGathered,    // rows of tokens are read where they are
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
-  // Weight gradients: so many columns of one operand stay in shared memory (gemm_resident.h).
+  // Weight gradients: so many columns of one operand stay in shared memory (gemm_resident.h). Those that continue a buffer run dispatched.
   kWayResident512,  // for experts with up to 192 rows
   kWayResident128,  // up to 576
   kNumWays,
