@@ -117,6 +117,7 @@ def moe_layer(
     if mesh is None:
         x_TxD, weight_TxK, expert_TxK = (a.reshape(-1, a.shape[-1]) for a in (x_BxLxD, weight_BxLxK, expert_BxLxK))
         if (split := hand_split.pieces(hand_split.TENSOR)) > 1:
+            _check_capacity(x_TxD.shape[0], split, spec)
             leaves = ((x_TxD, 0.0), (weight_TxK, 0.0), (expert_TxK, -1))
             x_TxD, weight_TxK, expert_TxK = (hand_split.share(leaf, fill) for leaf, fill in leaves)
         y_TxD, stats, accumulator = _local_layer(
@@ -130,11 +131,7 @@ def moe_layer(
         none_E, y_BxLxD = jnp.zeros(spec.num_experts, jnp.int32), x_BxLxD
         stats = DispatchStats(none_E, none_E, dropped=jnp.int32(0), moved_bytes=jnp.float32(0.0))
     else:
-        if spec.capacity_factor is not None and expert_BxLxK[..., 0].size % mesh.size:
-            raise ValueError(
-                f"{expert_BxLxK[..., 0].size} tokens do not split over {mesh.size} devices, and with capacity_factor the "
-                "padding would change what is dropped: use a multiple"
-            )
+        _check_capacity(expert_BxLxK[..., 0].size, mesh.size, spec)
         place = tokens.local_spec(x_BxLxD.shape, mesh)
         token_spec, expert_spec = place or jax.P(mesh.axis_names), jax.P(spec.axis)
         stack = () if experts.layer is None else (None,)  # the layer axis
@@ -336,6 +333,14 @@ def _check_layer_arguments(x_BxLxD, weight_BxLxK, expert_BxLxK, experts, spec):
                 "expert names an expert twice for one token; expected K distinct ids, or -1 for a masked slot"
             )
     check_experts(experts, spec)
+
+
+def _check_capacity(tokens_here: int, devices: int, spec: MoESpec) -> None:
+    if spec.capacity_factor is not None and tokens_here % devices:
+        raise ValueError(
+            f"{tokens_here} tokens do not split over {devices} devices, and with capacity_factor the padding would change "
+            "what is dropped: use a multiple"
+        )
 
 
 def _tokens_of(plan, spec: MoESpec) -> int:
