@@ -5,17 +5,10 @@ capability 9.0. As sanitize.py.
     python tests/cuda/sanitize_mx.py --run           # the shapes alone, as the tools run them
 
 Both modes, weight gradients in MXFP8 and in BF16, saved, packed and recomputed residuals, accumulation.
-
-initcheck does not see bulk tensor stores as writes, so it reports every read of their results by ordinary loads. Those of the
-kernels that have such sources (READERS) are counted apart and not held against them; that they read nothing else is what
-test_mx_layer.py shows on memory full of NaN. Any other kernel's is an error.
 """
 
 import argparse
-import os
 import pathlib
-import re
-import subprocess
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -24,31 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "kernels_cu
 import sanitize
 
 SHAPES = [(130, 1, 3, 96, 160), (65, 2, 3, 160, 96)]  # T, K, E, D, F
-
-
-READERS = ("quantize_tile", "combine_kernel")
-
-
-def run_initcheck(out: pathlib.Path, seconds: int) -> bool:
-    """Prints reads of memory that nothing wrote, those of READERS apart; whether there are no others."""
-    out.mkdir(parents=True, exist_ok=True)
-    command = ["compute-sanitizer", "--tool", "initcheck", "--print-limit", "1000000", "--show-backtrace", "no"]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, __file__, "--run", "--unwritten"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-    )
-    kernels = re.findall(r"Uninitialized.*?\n=+\s+at (.*)", done.stdout)
-    others = [name for name in kernels if not any(reader in name for reader in READERS)]
-    counts = {reader: sum(reader in name for name in kernels) for reader in READERS}
-    text = f"initcheck: exit {done.returncode}; reads of bulk stores' results {counts}; others {len(others)}"
-    (out / "initcheck.log").write_text("\n".join([text, *sorted(set(others))]) + "\n")
-    print(text, flush=True)
-    return not others and done.returncode == 0
+READERS = ("quantize_tile", "combine_kernel")  # of what bulk tensor stores wrote
 
 
 def run_shapes(unwritten: bool) -> None:
@@ -104,7 +73,4 @@ if __name__ == "__main__":
     if args.run:
         run_shapes(args.unwritten)
     else:
-        sanitize.__file__ = __file__  # the program the tools run
-        sanitize.TOOLS = tuple(tool for tool in sanitize.TOOLS if tool != "initcheck")
-        clean = sanitize.run_tools(args.out, args.seconds)
-        sys.exit(0 if run_initcheck(args.out, args.seconds) and clean else 1)
+        sys.exit(0 if sanitize.run_tools(args.out, args.seconds, __file__, READERS) else 1)
