@@ -1,6 +1,7 @@
 """What MXFP8 costs on the activations and gradients of a trained model: errors of the expert layer's outputs and gradients.
 
 Run:    python -m benchmarks.mx_activations RUN --out benchmarks/results/h200/mx_activations.jsonl
+        (on a GPU with XLA_FLAGS=--xla_gpu_autotune_level=0: tuning the oracle's many small products takes minutes)
 RUN is a run folder with a checkpoint. One held-out batch goes through the model; the inputs, routing and output gradients of
 some expert layers are kept, and each layer is computed again from them in every recipe, with the run's own weights.
 
