@@ -4,6 +4,7 @@ computed in FP64, and against the `xla` backend in mode exact. Needs a C++ compi
 
 import ctypes
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from moejax.ops.moe import moe_ffn, prepare_experts
 from moejax.ops.schedule import schedule
 from moejax.ops.spec import MoESpec
 from tests import moe_oracle, mxfp8_oracle
-from tests.cuda.host_build import CXX, ROOT, build, emulator
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
@@ -63,10 +64,14 @@ def problem(recipe, d_model, width, tokens=220, top_k=2, seed=3) -> Problem:
     )
 
 
+def load(kernels=KERNELS):
+    program = build(*emulator(ROOT / "tests" / "cuda" / "sm100_layer_host.cc", ["-O1", "-fPIC", "-shared"], kernels))
+    return ctypes.CDLL(str(program))
+
+
 @pytest.fixture(scope="module")
 def library():
-    program = build(*emulator(ROOT / "tests" / "cuda" / "sm100_layer_host.cc", ["-O1", "-fPIC", "-shared"]))
-    return ctypes.CDLL(str(program))
+    return load()
 
 
 def run(library, p: Problem, blocks=1, recompute=False, start=None, seed=0) -> dict[str, np.ndarray]:
@@ -98,8 +103,11 @@ def run(library, p: Problem, blocks=1, recompute=False, start=None, seed=0) -> d
 
 
 def relative(got, wanted) -> float:
+    """NaN where there should be none, and anything where zeros should be, is infinitely far off."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)) if wanted.any() else float(np.abs(got).max())
+    if not np.isfinite(got).all() or (got.any() and not wanted.any()):
+        return np.inf
+    return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-300))
 
 
 def errors(got, wanted) -> dict[str, float]:
@@ -221,3 +229,40 @@ def test_one_expert_per_token_and_no_tokens_at_all(library):
 def test_shapes_that_do_not_fit_are_refused_by_name(library):
     with pytest.raises(AssertionError, match="width is 200, must be a positive multiple of 16"):
         run(library, problem("bf16", 96, 200, tokens=20))
+
+
+MUTATIONS = {
+    # what is broken in sm100_layer.h: (text, replacement)
+    "scales of the other orientation": (
+        "weight(w.gate_up_dgrad, w.gate_up_dgrad_codes)",
+        "weight(w.gate_up_dgrad, w.gate_up_fprop_codes)",
+    ),
+    "a weight gradient from the forward's numbers": (
+        'operand(&down.a, &down.scale_a, "dy", dy_columns_, true',
+        'operand(&down.a, &down.scale_a, "dy", dy_rows_, true',
+    ),
+    "the contraction of another product": ("kind == kDown || kind == kDgradGateUp ?", "kind == kDown ?"),
+    "gate and up not saved": ("args.save_gate_up = 1;", "args.save_gate_up = 0;"),
+    "experts without rows keep what was there": ("list.skip_empty = skip_empty;", "list.skip_empty = true;"),
+    "rows brought without their combine weights": ("dh.weight_TxK = weight_TxK;", "dh.weight_TxK = partial_CxM_;"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_broken_launcher_is_noticed(tmp_path, name):
+    text, replacement = MUTATIONS[name]
+    kernels = tmp_path / "kernels_cuda"
+    shutil.copytree(KERNELS, kernels)
+    source = (kernels / "sm100_layer.h").read_text()
+    assert source.count(text) == 1, "sm100_layer.h has changed: adapt the mutation"
+    (kernels / "sm100_layer.h").write_text(source.replace(text, replacement))
+    broken = load(kernels)
+    p = problem("mxfp8", 160, 224, tokens=90)
+    try:
+        found = errors(run(broken, p), mx_oracle(p))
+    except AssertionError as stopped:
+        assert "machine" in str(stopped)
+    else:
+        assert not all(found[n] < MX_LIMIT[n] for n in NAMES), found
