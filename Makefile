@@ -68,7 +68,8 @@ cuda: $(VENV)/.deps
 # fibers are Boost.Context's (tests/cuda/host_build.py).
 test-cuda-host: cuda
 	@$(PYTHON_RUN) -c "from tests.cuda.host_build import boost_context as found; found()" 2>/dev/null || \
-	  $(PYTHON_RUN) -m pip install -qq --no-deps cmeel-boost==1.90.0
+	  $(PYTHON_RUN) -m pip install -qq --no-deps --only-binary :all: cmeel-boost==1.90.0 || \
+	  { echo "no wheel of cmeel-boost for this Python: install Boost.Context (Debian: apt install libboost-context-dev)" >&2; exit 1; }
 	@$(PYTHON_RUN) -c "import importlib.metadata as m; m.version('nvidia-cutlass')" 2>/dev/null || \
 	  $(PYTHON_RUN) -m pip install -qq --no-deps nvidia-cutlass==4.2.0.0
 	@command -v cuobjdump >/dev/null || [ -x /usr/local/cuda/bin/cuobjdump ] || \

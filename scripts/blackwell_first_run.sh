@@ -32,7 +32,8 @@ run toolkit "$nvcc" --version
 build_program() {  # output, extra options...
   local output=$1; shift
   run "build $(basename "$output")" "$nvcc" -std=c++17 -O3 -gencode arch=compute_100f,code=sm_100f "$@" -I"$kernels" -Itests/cuda \
-    "$kernels/sm100_kernels.cu" "$kernels/task_list.cu" tests/cuda/sm100_device.cc "$kernels/tensor_map.cc" -o "$output"
+    "$kernels/sm100_kernels.cu" "$kernels/task_list.cu" "$kernels/quantize_rows.cu" "$kernels/quantize_tiles.cu" \
+    tests/cuda/sm100_device.cc "$kernels/tensor_map.cc" -o "$output"
 }
 build_program "$build/sm100_device"
 build_program "$build/sm100_device_guarded" -Xptxas -g-tmem-access-check

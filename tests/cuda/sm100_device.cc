@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "quantize.h"
 #include "sm100_case.h"
 #include "sm100_launch.h"
 #include "task_list.h"
@@ -177,6 +178,44 @@ void test(const char* name, const Shape& shape, bool accumulate = false) {
   }
 }
 
+// The quantiser around the products, which uses the hardware's conversions: both orientations from one read, against the scale rule by its
+// definition, over sixty binades.
+void test_quantiser(int rows, int columns) {
+  std::mt19937 random(7);
+  Buffer<uint16_t> values(static_cast<size_t>(rows) * columns);
+  for (uint16_t& v : values) v = bf16(std::ldexp(std::normal_distribution<float>()(random), static_cast<int>(random() % 60) - 30));
+  Target expected[2] = {Target(1, rows, columns, false), Target(1, rows, columns, true)};
+  for (int along : {0, 1}) oracle_quantize(values, expected[along], 0, along == 1, [](int) { return true; });
+  Arena arena;
+  QuantizeSource source;
+  source.data = arena.put(values);
+  source.rows = rows;
+  source.columns = columns;
+  MxOutput out[2];
+  Target got[2] = {Target(1, rows, columns, false), Target(1, rows, columns, true)};  // dirty
+  for (int along : {0, 1}) {
+    out[along].form = Form::kMx;
+    out[along].layout = CodeLayout::kInterleaved;
+    out[along].elements = arena.put(got[along].elements);
+    out[along].codes = arena.put(got[along].codes);
+  }
+  check(quantize(source, out[0], out[1], nullptr));
+  check(cudaDeviceSynchronize(), "the quantiser");
+  std::string wrong;
+  for (int along : {0, 1}) {
+    get(got[along].elements, static_cast<const uint8_t*>(out[along].elements));
+    get(got[along].codes, static_cast<const uint8_t*>(out[along].codes));
+    using Any = Case<kDown, Sm100Config<1, kSm100TileN, true, true>>;
+    for (const std::string& f : {Any::same(along == 0 ? "elements along rows" : "elements along columns", got[along].elements, expected[along].elements),
+                                 Any::same(along == 0 ? "codes along rows" : "codes along columns", got[along].codes, expected[along].codes)}) {
+      if (wrong.empty()) wrong = f;
+    }
+  }
+  std::printf("{\"program\": \"quantise\", \"rows\": %d, \"columns\": %d, \"result\": \"%s\"}\n", rows, columns, wrong.empty() ? "ok" : wrong.c_str());
+  std::fflush(stdout);
+  failures += !wrong.empty();
+}
+
 // Every row of `count` experts is real; the values do not matter, and there is no oracle.
 template <Kind kKind, class Config>
 void bench(const char* name) {
@@ -239,6 +278,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: sm100_device test|small|bench\n");
     return 2;
   }
+  test_quantiser(128, 96);
+  test_quantiser(384, 544);
   std::vector<Shape> shapes = {{{150, 0, 1, 40}, 160, 224}};
   if (what == "test") shapes.push_back({{900, 3, 0, 517, 128}, 544, 608});  // tiles for every SM, several per cluster
   for (const Shape& shape : shapes) {
