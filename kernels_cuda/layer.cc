@@ -55,6 +55,19 @@ bool gather_reaches(const LayerShape& s) { return 2 * s.tokens * s.d_model <= UI
 // With one expert per token these products scatter to the tokens themselves, which only tokens on the M side can.
 bool scatters(const LayerShape& s, Kind kind) { return s.top_k == 1 && (kind == kDown || kind == kDgradGateUp); }
 
+int tile_columns(Kind kind) { return kind == kGateUp ? kTileN / 2 : kTileN; }
+
+// Output extents of each kind: rows (weight gradients only) and columns.
+int m_extent(const LayerShape& s, Kind kind) { return static_cast<int>(kind == kWgradDown ? s.d_model : s.width); }
+int n_extent(const LayerShape& s, Kind kind) {
+  const bool width = kind == kGateUp || kind == kDgradDown || kind == kWgradDown;
+  return static_cast<int>(width ? s.width : s.d_model);
+}
+int k_extent(const LayerShape& s, Kind kind) {
+  const bool width = kind == kDown || kind == kDgradGateUp;
+  return static_cast<int>(width ? s.width : s.d_model);
+}
+
 // The default: tokens on the N side where most experts fit one tile of them, and one operand of a weight gradient at rest where most experts'
 // rows fit. A dispatch costs as much as T K D, gathering (in slower products) as T K D F: they were measured to break even near F = 1900
 // (NOTES.md, v7).
@@ -62,7 +75,12 @@ Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
   const int64_t rows = s.tokens * s.top_k / routed_experts(s);  // of an expert, on average
-  if (is_wgrad(kind)) return rows <= 176 ? kWayResident512 : rows <= 544 ? kWayResident128 : kWayDispatched;
+  if (is_wgrad(kind)) {
+    // A cluster covers twice the columns of a block; a matrix that leaves more than a quarter of them empty is better cut finer.
+    const auto fills = [columns = n_extent(s, kind)](int step) { return 4 * columns >= 3 * div_up(columns, 2 * step) * 2 * step; };
+    if (rows <= 176 && fills(ResidentWide::kTileN)) return kWayResident512;
+    return rows <= 544 && fills(ResidentTall::kTileN) ? kWayResident128 : kWayDispatched;
+  }
   const bool few = rows <= TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
@@ -89,19 +107,6 @@ Status check_ways(const LayerShape& s) {
     }
   }
   return {};
-}
-
-int tile_columns(Kind kind) { return kind == kGateUp ? kTileN / 2 : kTileN; }
-
-// Output extents of each kind: rows (weight gradients only) and columns.
-int m_extent(const LayerShape& s, Kind kind) { return static_cast<int>(kind == kWgradDown ? s.d_model : s.width); }
-int n_extent(const LayerShape& s, Kind kind) {
-  const bool width = kind == kGateUp || kind == kDgradDown || kind == kWgradDown;
-  return static_cast<int>(width ? s.width : s.d_model);
-}
-int k_extent(const LayerShape& s, Kind kind) {
-  const bool width = kind == kDown || kind == kDgradGateUp;
-  return static_cast<int>(width ? s.width : s.d_model);
 }
 
 Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
