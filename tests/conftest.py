@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config, items):
     gpu_reason = _gpu_missing() if any("gpu" in item.keywords for item in items) else None
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: run by `make test-all` (pytest --slow)"))
+            target = "test-cuda-host ARGS=--slow" if "tests/cuda/" in item.nodeid else "test-all"
+            item.add_marker(pytest.mark.skip(reason=f"slow: run by `make {target}` (pytest --slow)"))
         if "gpu" in item.keywords and gpu_reason:
             item.add_marker(pytest.mark.skip(reason=gpu_reason))
 
