@@ -277,12 +277,21 @@ struct TensorMemoryTile {
   MOE_FN void load_gate_up(const Arguments& args, uint32_t (&gate)[8], uint32_t (&up)[8], int column, int, int part, int sector) const {
     const int at = task.n0 + column + 32 * part + 16 * sector;
     const uint16_t* saved = args.gate_up_2xMxF + static_cast<int64_t>(row(0)) * args.n_extent + at;
-    const bool there = is_live && at < args.n_extent;
+    const uint16_t* saved_up = saved + args.num_rows * args.n_extent;
     MOE_UNROLL
     for (int i = 0; i < 8; ++i) gate[i] = up[i] = 0u;
-    if (there) {
+    if (!is_live || at >= args.n_extent) return;
+    if (Config::kMx || args.n_extent % 16 == 0) {
       Isa::load_sector(saved, gate);
-      Isa::load_sector(saved + args.num_rows * args.n_extent, up);
+      Isa::load_sector(saved_up, up);
+    } else {  // every other row starts in the middle of a sector, and the last 8 columns are alone
+      MOE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        if (at + 8 * i < args.n_extent) {
+          Isa::load_chunk(saved + 8 * i, gate + 4 * i);
+          Isa::load_chunk(saved_up + 8 * i, up + 4 * i);
+        }
+      }
     }
   }
 

@@ -29,10 +29,10 @@ inline Status sm100_check_shape(const LayerShape& s, const Sm100Options& o) {
   auto say = [](const char* name, int64_t value, const std::string& rule) {
     return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
   };
-  const int unit_d = o.mx ? 32 : 8, unit_f = o.mx ? 32 : 16;
-  const char* why = o.mx ? " (a scale block of MXFP8)" : " (16-byte rows; gate and up are read 16 at a time)";
-  if (s.d_model < unit_d || s.d_model % unit_d != 0) return say("d_model", s.d_model, "a positive multiple of " + std::to_string(unit_d) + why);
-  if (s.width < unit_f || s.width % unit_f != 0) return say("width", s.width, "a positive multiple of " + std::to_string(unit_f) + why);
+  const int unit = o.mx ? 32 : 8;
+  const std::string rule = "a positive multiple of " + std::to_string(unit) + (o.mx ? " (a scale block of MXFP8)" : " (16-byte rows in BF16)");
+  if (s.d_model < unit || s.d_model % unit != 0) return say("d_model", s.d_model, rule);
+  if (s.width < unit || s.width % unit != 0) return say("width", s.width, rule);
   if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
   if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
   if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");

@@ -2,7 +2,7 @@
 // points, no allocation, no host synchronisation. MXFP8 is exact: the tensor core applies a scale per 32 elements, and the numbers are
 // those of moejax/ops/mxfp8.py. The launches are those of sm100_layer.h, which runs on the host emulator as well.
 //
-// Nothing of this has run on a Blackwell GPU (docs/blackwell.md). Letters as in moe.h. D: a multiple of 8; F: of 16; both of 32 in MXFP8.
+// Nothing of this has run on a Blackwell GPU (docs/blackwell.md). Letters as in moe.h. D and F: multiples of 8, of 32 in MXFP8.
 #pragma once
 
 #include "moe.h"

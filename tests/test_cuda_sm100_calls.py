@@ -75,7 +75,6 @@ def test_layer_is_lowered_to_the_blackwell_handlers(blackwell, recipe, save):
 
 REFUSED = {
     "expert_bias is set; its Blackwell kernels have no biases": spec_of("bf16", expert_bias=True),
-    "expert_width is 72; its Blackwell kernels need a multiple of 16": spec_of("bf16", expert_width=72),
     "on Blackwell MX products are exact: use mx_mode exact": spec_of("mxfp8", mx_mode="aligned"),
     "its Blackwell kernels have weight gradients of mxfp8 in mxfp8": spec_of("mxfp8", wgrad="bf16"),
     "recipe is fp32": spec_of("fp32"),

@@ -224,6 +224,10 @@ struct Sm100 : Sm90 {
                  : "l"(address)
                  : "memory");
   }
+  // 16 bytes of global memory.
+  static MOE_FN void load_chunk(const void* address, uint32_t* v) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(address) : "memory");
+  }
   // Every value becomes the largest of the warp's 32.
   static MOE_FN void warp_max(uint32_t (&v)[32]) {
     MOE_UNROLL

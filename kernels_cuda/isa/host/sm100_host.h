@@ -133,12 +133,16 @@ struct HostSm100 : Host {
     machine::write_shared(address, v, 16);
   }
   static void store_sector(void* address, const uint32_t (&v)[8]) {
-    check_aligned(address);
+    check_aligned(address, 32);
     std::memcpy(address, v, 32);
   }
   static void load_sector(const void* address, uint32_t (&v)[8]) {
-    check_aligned(address);
+    check_aligned(address, 32);
     std::memcpy(v, address, 32);
+  }
+  static void load_chunk(const void* address, uint32_t* v) {
+    check_aligned(address, 16);
+    std::memcpy(v, address, 16);
   }
   static int load_acquire(const int* address) {
     machine::poll();
@@ -161,8 +165,9 @@ struct HostSm100 : Host {
   static void warp(const char* name, uint64_t argument, void* data, const std::function<void(void**)>& combine) {
     machine::meet(static_cast<int>(warp_index()), static_cast<int>(lane_index()), 32, name, argument, data, combine);
   }
-  static void check_aligned(const void* address) {
-    if (reinterpret_cast<uintptr_t>(address) % 32 != 0) machine::fail("a 32-byte access to an address that is not a multiple of 32");
+  static void check_aligned(const void* address, int bytes) {
+    if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+    machine::fail("an access of " + std::to_string(bytes) + " bytes to an address that is no multiple of that");
   }
 };
 
