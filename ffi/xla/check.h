@@ -15,7 +15,7 @@ namespace ffi = ::xla::ffi;
 // One expected dimension: its letter in the docs and its size, or kAny.
 // Raised when the operands, results or attributes of a handler change, here and in `moejax/native/__init__.py`: so a module that was not
 // built again is named, instead of failing with whatever its old checks make of the new arguments.
-inline constexpr int kHandlersVersion = 2;
+inline constexpr int kHandlersVersion = 3;
 
 struct Dim {
   static constexpr int64_t kAny = -1;

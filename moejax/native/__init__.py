@@ -19,7 +19,7 @@ import jaxlib
 logger = logging.getLogger(__name__)
 
 OLDEST_JAXLIB = (0, 11, 2)  # the modules are compiled against its FFI headers, which every later jaxlib accepts
-HANDLERS_VERSION = 2  # of operands, results and attributes; the twin of kHandlersVersion in ffi/xla/check.h
+HANDLERS_VERSION = 3  # of operands, results and attributes; the twin of kHandlersVersion in ffi/xla/check.h
 
 _lock = threading.Lock()
 _registered: set[str] = set()
