@@ -4,13 +4,11 @@
         ...                               # jax.process_index(), jax.process_count(), jax.devices() of the whole job
 
 Slurm, Open MPI and Kubernetes are found by JAX from their environment variables; elsewhere `distributed.coordinator`,
-`.processes` and `.process` say it. One process drives one GPU unless `distributed.devices` says otherwise. What keeps a
-job of several processes from hanging is in `training/watchdog.py`.
+`.processes` and `.process` say it (`launch.py`). One process drives one GPU unless `distributed.devices` says otherwise.
+What keeps a job of several processes from hanging is in `training/watchdog.py`.
 """
 
 import contextlib
-import dataclasses
-import glob
 import logging
 import os
 import sys
@@ -22,6 +20,7 @@ import jax
 
 from moejax.config import DistributedConfig
 from moejax.last_words import LastWords
+from moejax.launch import DistributedError, Launch, find_launch
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +28,6 @@ GRACE_SECONDS = 30  # JAX ends a job by itself this long after our watchdog shou
 _NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off; the runtime takes 32 bits
 _WAIT_MILLISECONDS = 10**9  # as long as it takes
 _SHUTDOWN_SECONDS = 60  # processes that end well do so within this time of each other
-
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # what JAX reads
-
-
-class DistributedError(RuntimeError):
-    """The processes of a job can't find each other. The message is for the user."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How this process joins the job.
-
-    Attributes:
-      source: who said so: "config", "slurm", "ompi", "k8s" or "mpi4py".
-      coordinator, processes, process: arguments of `jax.distributed.initialize`; None: JAX reads them from the scheduler.
-      devices: local GPUs of this process; None: JAX's choice (the local rank under Slurm and MPI, else all).
-    """
-
-    source: str
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-    devices: tuple[int, ...] | None = None
 
 
 @contextlib.contextmanager
@@ -74,44 +50,6 @@ def processes(config: DistributedConfig) -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield
         jax.distributed.shutdown()
-
-
-def find_launch(config: DistributedConfig, environment: dict[str, str] | None = None) -> Launch | None:
-    """How this process joins a job of several; None: it is alone.
-
-    Args:
-      config: what the user gave; complete settings win over a scheduler's.
-      environment: default: `os.environ`.
-    Raises:
-      DistributedError: settings or a scheduler's variables that are there in part only; says what is missing.
-    """
-    env = dict(os.environ) if environment is None else environment
-    given = {
-        "coordinator": config.coordinator or env.get("JAX_COORDINATOR_ADDRESS"),
-        "processes": config.processes,
-        "process": config.process,
-    }
-    devices = _devices(config, env)
-    if config.processes is not None or config.process is not None or config.coordinator is not None:
-        return _given(given, config, devices, env)
-    scheduler = _scheduler(config, env)
-    if scheduler is None:
-        return None
-    return Launch(scheduler, coordinator=given["coordinator"], devices=devices)  # type: ignore[arg-type]
-
-
-def missing_settings(config: DistributedConfig, coordinator: str | None = None) -> list[str]:
-    """What has to be given beside what is: either all of coordinator, processes and process, or none."""
-    values = {
-        "distributed.coordinator": config.coordinator or coordinator,
-        "distributed.processes": config.processes,
-        "distributed.process": config.process,
-    }
-    return (
-        [name for name, value in values.items() if value is None]
-        if any(value is not None for value in (config.coordinator, config.processes, config.process))
-        else []
-    )
 
 
 def exit_process(code: int) -> NoReturn:
@@ -163,72 +101,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _given(given: dict[str, Any], config: DistributedConfig, devices, env) -> Launch:
-    if missing := missing_settings(config, env.get("JAX_COORDINATOR_ADDRESS")):
-        there = [f"distributed.{name}={value}" for name, value in given.items() if value is not None]
-        raise DistributedError(
-            f"{' and '.join(there)} given, but not {' and '.join(missing)}: give all of coordinator, processes and process, "
-            "or none of them under Slurm, Open MPI or Kubernetes"
-        )
-    host, colon, port = given["coordinator"].rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise DistributedError(
-            f"distributed.coordinator is {given['coordinator']!r}: expected host:port, such as node001:12345"
-        )
-    if given["process"] >= given["processes"]:
-        raise DistributedError(
-            f"distributed.process is {given['process']}, but distributed.processes={given['processes']} are counted from 0"
-        )
-    if devices is None and config.devices == "auto" and (gpus := _visible_gpus(env)):
-        devices = (given["process"] % gpus,)  # processes are numbered host by host
-    return Launch("config", given["coordinator"], given["processes"], given["process"], devices)
-
-
-def _scheduler(config: DistributedConfig, env: dict[str, str]) -> str | None:
-    """Which scheduler started several processes of us, in the order in which JAX looks for them."""
-    if config.cluster == "none":
-        return None
-    if config.cluster == "mpi4py":
-        return "mpi4py"
-    tasks = env.get("SLURM_NTASKS", "1")
-    if "SLURM_PROCID" in env and tasks.isdecimal() and int(tasks) > 1:
-        if missing := [name for name in _SLURM if name not in env]:
-            raise DistributedError(
-                f"Slurm gave this job {tasks} tasks, but {', '.join(missing)} is not set, as outside of srun: start with "
-                "`srun python train.py …`, or set distributed.cluster=none to run as one process"
-            )
-        return "slurm"
-    size = env.get("OMPI_COMM_WORLD_SIZE", "1")
-    if size.isdecimal() and int(size) > 1:
-        return "ompi"
-    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
-        return "k8s"
-    return None
-
-
-def _devices(config: DistributedConfig, env: dict[str, str]) -> tuple[int, ...] | None:
-    """The GPUs that the user chose, or the only one there is; None: JAX's choice."""
-    if config.devices == "all":
-        return tuple(range(_visible_gpus(env))) or None
-    if config.devices == "auto":
-        # A scheduler that shows each process its own GPU only: it is number 0 there, whatever the local rank.
-        return (0,) if _visible_gpus(env) == 1 else None
-    numbers = config.devices.split(",")
-    if not all(number.strip().isdecimal() for number in numbers):
-        raise DistributedError(
-            f"distributed.devices is {config.devices!r}: expected auto, all, or numbers with commas such as '0,1'"
-        )
-    return tuple(int(number) for number in numbers)
-
-
-def _visible_gpus(env: dict[str, str]) -> int:
-    """GPUs of this machine that CUDA would show, without starting it."""
-    shown = env.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        return len([name for name in shown.split(",") if name.strip() and not name.strip().startswith("-")])
-    return len([path for path in glob.glob("/dev/nvidia*") if path.removeprefix("/dev/nvidia").isdecimal()])
-
-
 def _initialize(launch: Launch, config: DistributedConfig) -> None:
     # Our watchdog speaks first, with the rank and the step; the runtime's heartbeat is there for when it can't.
     heartbeat = min(config.stall_seconds + GRACE_SECONDS, _NEVER_SECONDS) if config.stall_seconds else _NEVER_SECONDS
@@ -273,7 +145,7 @@ def _give_up(launch: Launch, config: DistributedConfig, last_words: LastWords) -
 
 def _start_error(launch: Launch, error: Exception) -> str:
     first = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-    if launch.source == "k8s" and "must be defined" in first or "should be defined" in first:
+    if launch.source == "k8s" and ("must be defined" in first or "should be defined" in first):
         return (
             "Kubernetes started this pod as one of an indexed Job, but JAX needs the package `kubernetes` to read the rest "
             "(pip install 'jax[k8s]'): install it, or give distributed.coordinator, .processes and .process "

@@ -17,7 +17,8 @@ from moejax.config import DistributedConfig
 from moejax.config_load import ConfigError, config_from_dict, load
 from moejax.data import open_dataset
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.distributed import DistributedError, Launch, find_launch, processes
+from moejax.distributed import _start_error, processes
+from moejax.launch import DistributedError, Launch, find_launch
 from moejax.training.metrics import read_records
 from moejax.training.run import RunError, RunFolder, read_stored
 from moejax.training.state import abstract_state, with_vocabulary
@@ -273,6 +274,7 @@ def test_the_expert_layer_over_processes_gives_the_bits_of_one(tmp_path):
 SLURM = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[01-02]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
 }  # fmt: skip
+OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -285,7 +287,16 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
         ({"devices": "all"}, SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, Launch("slurm", devices=(0, 1, 2))),
         ({}, SLURM | {"SLURM_NTASKS": "1"}, None),
         ({"cluster": "none"}, SLURM, None),
-        ({}, {"OMPI_COMM_WORLD_SIZE": "4"}, Launch("ompi")),
+        ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, Launch("slurm")),
+        ({}, SLURM | {"PMI_SIZE": "8", "PMI_RANK": "5"}, Launch("slurm")),  # srun --mpi=pmi2
+        ({}, SLURM | {"JAX_COORDINATOR_ADDRESS": "[fe80::1%eth0]:9"}, Launch("slurm", "[fe80::1%eth0]:9")),
+        ({}, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, None),  # a batch script without --ntasks
+        ({}, OMPI, Launch("ompi")),
+        ({}, OMPI | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch("ompi")),  # mpirun in a batch script
+        ({}, {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({"cluster": "mpi4py"}, {"PMI_SIZE": "4", "PMI_RANK": "1"}, Launch("mpi4py")),
+        ({"cluster": "none"}, {"JAX_COORDINATOR_ADDRESS": "b:2", "OMPI_COMM_WORLD_SIZE": "two"}, None),
         ({"cluster": "mpi4py"}, {}, Launch("mpi4py")),
         ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # any pod has it
         ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, Launch("k8s")),
@@ -319,17 +330,77 @@ def test_the_job_is_found_in_the_config_or_the_environment(given, environment, e
             "distributed.process is 2, but distributed.processes=2",
         ),
         ({"devices": "gpu0"}, SLURM, "distributed.devices is 'gpu0': expected auto, all"),
-        (
-            {},
-            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
-            "SLURM_STEP_NODELIST, SLURM_LOCALID is not set",
-        ),
+        ({"devices": "0,0"}, {}, "distributed.devices is '0,0': expected auto, all, or different numbers"),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "b:2"}, "JAX_COORDINATOR_ADDRESS=b:2 is set, but not distributed.processes"),
+        ({}, SLURM | {"JAX_COORDINATOR_ADDRESS": "b"}, "JAX_COORDINATOR_ADDRESS is 'b': expected host:port"),
     ],
 )
 def test_half_given_settings_say_what_is_missing(given, environment, said):
     with pytest.raises(DistributedError) as caught:
         find_launch(DistributedConfig(**given), NO_GPU | environment)
     assert said in str(caught.value)
+
+
+def without(variables, name):
+    return {key: value for key, value in variables.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        # `python train.py` in a batch script or the shell of salloc, where only srun would start tasks.
+        (
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
+            "no SLURM_LOCALID and no SLURM_STEP_NODELIST: start with `srun",
+        ),
+        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, "SLURM_NTASKS=8, SLURM_JOB_ID=1 of a job, but no SLURM_PROCID "),
+        (
+            SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            "SLURM_STEP_NUM_TASKS=1, as in the shell of salloc",
+        ),
+        (without(SLURM, "SLURM_NTASKS"), "SLURM_PROCID=5 is set, but no SLURM_NTASKS"),
+        (SLURM | {"SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x': expected a number from 1 on"),
+        (SLURM | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is ''"),
+        (SLURM | {"SLURM_NTASKS": "-2"}, "SLURM_NTASKS is '-2'"),
+        (SLURM | {"SLURM_PROCID": ""}, "but no SLURM_PROCID:"),
+        (SLURM | {"SLURM_PROCID": "8"}, "SLURM_PROCID is 8, but SLURM_NTASKS=8"),
+        (SLURM | {"SLURM_LOCALID": "one"}, "SLURM_LOCALID is 'one'"),
+        (SLURM | {"SLURM_JOB_ID": "77_3"}, "SLURM_JOB_ID is '77_3'"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "but no SLURM_STEP_NODELIST:"),
+        ({"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE is 'two'"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "no OMPI_COMM_WORLD_RANK and no OMPI_COMM_WORLD_LOCAL_RANK"),
+        (without(OMPI, "OMPI_COMM_WORLD_SIZE"), "but no OMPI_COMM_WORLD_SIZE:"),
+        (OMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE=4"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "with distributed.cluster=mpi4py and the package mpi4py"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4 of a job, but no PMI_RANK:"),
+        ({"PMI_RANK": "1"}, "PMI_RANK=1 of a job, but no PMI_SIZE:"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "PMI_SIZE=4: MPICH"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "but KUBERNETES_SERVICE_HOST is not"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "a"}, "JOB_COMPLETION_INDEX is 'a'"),
+    ],
+)
+def test_a_half_set_or_junk_variable_of_a_scheduler_is_named(environment, said):
+    """JAX would take such a process for one that is alone, or for another scheduler's."""
+    with pytest.raises(DistributedError) as caught:
+        find_launch(DistributedConfig(), NO_GPU | environment)
+    assert said in str(caught.value) and "distributed.cluster=none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a", "a:", ":1", "a:0", "a:65536", "a:1x", "http://a:1", "a b:1", "::1:99", "[::1]", "[a]:1", "a:1:2", "a:١"],
+)
+def test_a_coordinator_of_another_form_than_host_port_is_refused(address):
+    with pytest.raises(DistributedError, match="distributed.coordinator is .* expected host:port"):
+        find_launch(DistributedConfig(address, 2, 0), NO_GPU)
+
+
+@pytest.mark.parametrize("source", ["ompi", "slurm", "k8s"])
+def test_only_a_job_of_kubernetes_is_told_of_its_package(source):
+    """JAX has the same words for whatever it can't find."""
+    for words in ("coordinator_address should be defined.", "Number of processes must be defined."):
+        said = _start_error(Launch(source), ValueError(words))
+        assert ("Kubernetes" in said) == (source == "k8s") and (source == "k8s" or words in said)
 
 
 def test_half_given_settings_are_refused_with_the_rest_of_the_config(tmp_path, monkeypatch):
