@@ -9,6 +9,7 @@ What keeps a job of several processes from hanging is in `training/watchdog.py`.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from moejax import coordinator
 from moejax.config import DistributedConfig
 from moejax.last_words import LastWords
 from moejax.launch import DistributedError, Launch, find_launch
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 30  # JAX ends a job by itself this long after our watchdog should have: the second line of defence
 _NEVER_SECONDS = 10**7  # of a heartbeat, where the watchdog is turned off; the runtime takes 32 bits
 _WAIT_MILLISECONDS = 10**9  # as long as it takes
+_METHODS = {
+    "config": "deactivate",
+    "mpi4py": "mpi4py",
+}  # how JAX finds a job; others by itself, in the order of `launch.py`
 _SHUTDOWN_SECONDS = 60  # processes that end well do so within this time of each other
 
 
@@ -38,14 +44,15 @@ def processes(config: DistributedConfig) -> Iterator[None]:
     MOEJAX_DEBUG=1 all print.
 
     Raises:
-      DistributedError: half of what is needed is given, or the other processes can't be reached.
+      DistributedError: half of what is needed is given, another job is at the coordinator, or the other processes can't be
+        reached.
     """
     launch = find_launch(config)
     if launch is None:
         yield
         return
-    _initialize(launch, config)
     with contextlib.ExitStack() as stack:
+        _initialize(launch, config, stack)
         if jax.process_index() and os.environ.get("MOEJAX_DEBUG", "0") in ("", "0"):
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield
@@ -101,36 +108,61 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _initialize(launch: Launch, config: DistributedConfig) -> None:
+def _initialize(launch: Launch, config: DistributedConfig, stack: contextlib.ExitStack) -> None:
+    """Joins the job; `stack` holds this process's place in it."""
     # Our watchdog speaks first, with the rank and the step; the runtime's heartbeat is there for when it can't.
     heartbeat = min(config.stall_seconds + GRACE_SECONDS, _NEVER_SECONDS) if config.stall_seconds else _NEVER_SECONDS
-    methods = {"config": "deactivate", "mpi4py": "mpi4py"}
-    # JAX aborts with a stack trace, from a thread of its own, where another process has this one's number.
-    last_words = LastWords(
-        f"{_who(launch)} was aborted while it joined the job. Was another process started with the same number? Each needs "
-        "a distributed.process of its own"
-    )
-    # So it does when its time is over.
+    last_words = LastWords(_if_aborted(launch))
+    # JAX aborts when its time is over, too.
     timer = threading.Timer(config.start_seconds, _give_up, (launch, config, last_words))
     timer.daemon = True
     timer.start()
     try:
+        launch = _resolved(launch, config)
+        last_words.be(_if_aborted(launch))
+        if launch.coordinator is not None and launch.process is not None:
+            stack.enter_context(coordinator.place(launch))
         jax.distributed.initialize(
             coordinator_address=launch.coordinator,
             num_processes=launch.processes,
             process_id=launch.process,
             local_device_ids=launch.devices,
-            cluster_detection_method=methods.get(launch.source),
+            cluster_detection_method=_METHODS.get(launch.source),
             initialization_timeout=min(config.start_seconds + GRACE_SECONDS, _NEVER_SECONDS),
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
+    except DistributedError:
+        raise
     except Exception as error:
         raise DistributedError(_start_error(launch, error)) from error
     finally:
         timer.cancel()
         last_words.end()
     logger.info("process %d of %d, by %s", jax.process_index(), jax.process_count(), launch.source)
+
+
+def _resolved(launch: Launch, config: DistributedConfig) -> Launch:
+    """With the coordinator and the numbers that JAX finds for a scheduler's job; None where it finds none.
+
+    JAX has no public name for it; this is the only place that uses the private one.
+    """
+    if launch.source == "config":
+        return launch
+    from jax._src.clusters import ClusterEnv
+
+    address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(
+        launch.coordinator, None, None, (), _METHODS.get(launch.source), config.start_seconds
+    )
+    return dataclasses.replace(launch, coordinator=address, processes=processes, process=process)
+
+
+def _if_aborted(launch: Launch) -> str:
+    """JAX aborts with a stack trace, from a thread of its own, where another process has this one's number."""
+    return (
+        f"{_who(launch)} was aborted while it joined the job. Was another process started with the same number, or is another "
+        "job at that coordinator? Each process needs a distributed.process of its own, and each job a port"
+    )
 
 
 def _give_up(launch: Launch, config: DistributedConfig, last_words: LastWords) -> None:
@@ -155,6 +187,6 @@ def _start_error(launch: Launch, error: Exception) -> str:
 
 
 def _who(launch: Launch) -> str:
-    if launch.source != "config":
+    if launch.process is None:
         return f"this process (found by {launch.source})"
     return f"process {launch.process} of {launch.processes}, coordinator {launch.coordinator}"

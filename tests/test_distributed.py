@@ -1,5 +1,6 @@
 """Several real processes on this machine, over loopback: the same numbers as one, and a clear end when one of them dies."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 from moejax.checkpoint import Checkpoints, named_leaves
 from moejax.config import DistributedConfig
 from moejax.config_load import ConfigError, config_from_dict, load
+from moejax.coordinator import _require_free, place
 from moejax.data import open_dataset
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.distributed import _start_error, processes
@@ -424,7 +426,7 @@ def test_bounds_as_large_as_a_config_allows_reach_the_runtime(monkeypatch):
 
     monkeypatch.setattr("jax.distributed.initialize", initialize)
     longest = 2**31 - 1
-    config = DistributedConfig("localhost:1", 2, 0, start_seconds=longest, stall_seconds=longest)
+    config = DistributedConfig(f"localhost:{free_port()}", 2, 0, start_seconds=longest, stall_seconds=longest)
     with pytest.raises(DistributedError, match="enough"), processes(config):
         pass
     for name in ("initialization_timeout", "heartbeat_timeout_seconds"):
@@ -454,17 +456,131 @@ def test_a_process_that_finds_other_text_than_the_first_is_refused(tmp_path, mon
 
 
 JOIN = """
-    import sys
+    import contextlib, os, sys
+    import moejax.coordinator
     from moejax.config import DistributedConfig
-    from moejax.distributed import processes
+    from moejax.distributed import DistributedError, processes
     where, processes_, process, seconds = sys.argv[1:]
-    with processes(DistributedConfig(where, int(processes_), int(process), start_seconds=int(seconds))):
-        pass
+    if "ELSEWHERE" in os.environ:  # as on a machine of its own, where nothing of this one is seen
+        moejax.coordinator.place = lambda launch: contextlib.nullcontext()
+    try:
+        with processes(DistributedConfig(where, int(processes_), int(process), start_seconds=int(seconds))):
+            print("joined", file=sys.stderr, flush=True)
+            sys.stdin.read()
+    except DistributedError as error:
+        sys.exit(f"error: {error}")
 """
 
 
 def joining(*arguments):
     return [sys.executable, "-c", textwrap.dedent(JOIN), *map(str, arguments)]
+
+
+class Joined:
+    """A job of two processes, once both have joined; they leave when told."""
+
+    def __init__(self, where):
+        self.children = [
+            subprocess.Popen(
+                joining(where, 2, process, 30),
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for process in (0, 1)
+        ]
+        for child in self.children:
+            assert any(line == "joined\n" for line in child.stderr)
+
+    def leave(self):
+        for child in self.children:
+            child.stdin.close()
+        errors = [child.stderr.read() for child in self.children]
+        return [child.wait(30) for child in self.children], errors
+
+
+def test_a_second_job_at_the_same_coordinator_is_refused_and_the_first_lives_on():
+    """JAX's servers share a port, and a second process of a number aborts the job; the port is free again at once."""
+    port = free_port()
+    job = Joined(f"localhost:{port}")
+    try:
+        for where, process in ((f"localhost:{port}", 0), (f"127.0.0.1:{port}", 1)):
+            done = subprocess.run(
+                joining(where, 2, process, 30), env=environment(), capture_output=True, text=True, timeout=30
+            )
+            pid = job.children[process].pid
+            said = (
+                f"error: the process with the id {pid} on this machine already is process {process} of a job with the"
+            )
+            assert done.returncode == 1 and f"{said} coordinator {where}. " in done.stderr, done.stderr
+            assert "choose another port, with the same distributed.coordinator=host:port" in done.stderr
+        launch = Launch("config", f"localhost:{port}", 2, 0)
+        with pytest.raises(DistributedError, match="Address already in use"):
+            _require_free("localhost", port, launch)  # what a job of another container on this machine would find
+    finally:
+        codes, errors = job.leave()
+    assert codes == [0, 0], errors
+    with place(launch):  # its connections may linger in TIME_WAIT
+        pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
+def test_a_port_that_a_server_holds_is_refused_and_one_it_has_left_is_not(host, options):
+    with socket.socket() as server:
+        for option in options:
+            server.setsockopt(socket.SOL_SOCKET, option, 1)
+        server.bind((host, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        launch = Launch("config", f"localhost:{port}", 2, 0)
+        said = rf"process 0 can't listen at port {port} .* coordinator localhost:{port}: Address already in use"
+        with pytest.raises(DistributedError, match=said), place(launch):
+            pass
+        with place(dataclasses.replace(launch, process=1)):  # connects to whoever is there
+            pass
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted = server.accept()[0]
+    accepted.close()  # first: its side of the connection lingers in TIME_WAIT
+    client.close()
+    if socket.SO_REUSEADDR in options:  # without it Linux refuses any successor, JAX's server too
+        with place(launch):
+            pass
+
+
+def test_a_foreign_server_at_the_port_is_an_error_and_no_crash():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        done = subprocess.run(joining(where, 2, 0, 30), env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "error: process 0 can't listen" in done.stderr and where in done.stderr, done.stderr
+
+
+def test_a_coordinator_on_another_machine_than_process_0_is_refused(monkeypatch):
+    """A server answers where the name leads, and the port is free here."""
+    monkeypatch.setattr("moejax.coordinator._bind", lambda host, port: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        launch = Launch("slurm", f"127.0.0.1:{server.getsockname()[1]}", 2, 0)
+        with (
+            pytest.raises(DistributedError, match="a server already answers .* JAX_COORDINATOR_PORT=port"),
+            place(launch),
+        ):
+            pass
+
+
+def test_the_coordinator_of_a_schedulers_job_is_known_before_jax_joins_it(monkeypatch):
+    """Two steps of one Slurm job get the same port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        own = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}
+        for name, value in (NO_GPU | own).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: pytest.fail("joined"))
+        with (
+            pytest.raises(DistributedError, match=f"coordinator localhost:{port}: Address"),
+            processes(DistributedConfig()),
+        ):
+            pass
 
 
 def test_a_process_that_waits_for_others_in_vain_says_so(tmp_path):
@@ -477,11 +593,13 @@ def test_a_process_that_waits_for_others_in_vain_says_so(tmp_path):
 
 
 def test_a_number_given_to_two_processes_is_said(tmp_path):
-    """JAX aborts one of them from a thread of its own, with a stack trace; a shell beside it says what that means."""
+    """On two machines JAX aborts one of them, from a thread of its own, with a stack trace; a shell says what that means."""
     where = f"localhost:{free_port()}"
     files = [open(tmp_path / f"{name}.log", "w+") for name in ("first", "one", "again")]
     children = [
-        subprocess.Popen(joining(where, 3, number, 12), env=environment(), stdout=file, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            joining(where, 3, number, 12), env=environment() | {"ELSEWHERE": "1"}, stdout=file, stderr=subprocess.STDOUT
+        )
         for number, file in zip((0, 1, 1), files, strict=True)
     ]
     codes = [child.wait(60) for child in children]
