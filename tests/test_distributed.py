@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import yaml
 
 from moejax.checkpoint import Checkpoints, named_leaves
 from moejax.config import DistributedConfig
@@ -615,3 +616,15 @@ def test_a_number_given_to_two_processes_is_said(tmp_path):
     texts = {name: (tmp_path / f"{name}.log").read_text() for name in ("first", "one", "again")}
     assert any(f"error: process 1 of 3, coordinator {where} {said}" in texts[name] for name in ("one", "again")), texts
     assert "each with a number of its own" in texts["first"]
+
+
+def test_the_pods_of_the_example_may_finish_a_compile_after_sigterm():
+    """Kubernetes kills them after 30 s unless told otherwise, and SIGTERM waits for the step that compiles."""
+    documents = list(yaml.safe_load_all((ROOT / "scripts/launch/kubernetes.yaml").read_text()))
+    pod = documents[1]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 600
+    given = dict(argument.partition("=")[::2] for argument in pod["containers"][0]["args"])
+    find_launch(
+        DistributedConfig(given["distributed.coordinator"], int(given["distributed.processes"]), 0), NO_GPU
+    )  # of the form host:port
+    assert int(given["distributed.processes"]) == documents[1]["spec"]["completions"]

@@ -13,7 +13,8 @@
 #SBATCH --requeue
 set -euo pipefail
 
-# srun: SIGTERM reaches every task two minutes before the end; all agree on a step, save it and exit with 143.
+# srun: SIGTERM reaches every task two minutes before the end (more, if a step and a save take longer); all agree on a step,
+# save it and exit with 143.
 # --kill-on-bad-exit: when the watchdog of one task ends it (exit code 75), the others need not wait for theirs.
 code=0
 srun --kill-on-bad-exit=1 .venv/bin/python train.py "$@" || code=$?
