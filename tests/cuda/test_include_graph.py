@@ -4,6 +4,8 @@
 import pathlib
 import re
 
+import pytest
+
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"
 MMA_ROLES = {"hopper": "mma_sm90.h", "blackwell": "mma_sm100.h"}
 UNITS = {"hopper": ["gemm_kernels.cu", "mx_gemm_kernels.cu"], "blackwell": ["sm100_kernels.cu"]}
@@ -25,14 +27,27 @@ SHARED = {
 }
 
 
-def includes(name: str) -> set[str]:
-    """Files of kernels_cuda/ that a file includes, as paths from there."""
-    path = KERNELS / name
-    found = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
-    beside = [(path.parent / other).resolve() for other in found]
-    paths = [own if own.exists() else (KERNELS / other).resolve() for own, other in zip(beside, found, strict=True)]
-    assert all(p.exists() for p in paths), (name, found)
-    return {str(p.relative_to(KERNELS)) for p in paths}
+# Conversions that exist on one architecture alone, held equal to their plain form (test_mx_math.py); no other file has inline PTX.
+CONVERSIONS = {"quantize_math.h", "quantize_rows.cu", "quantize_tiles.cu", "rows.cu"}
+
+
+def code_of(path: pathlib.Path) -> str:
+    """The text of a file with continued lines joined and without comments."""
+    joined = re.sub(r"\\\n", " ", path.read_text())
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", joined, flags=re.S)
+
+
+def includes(path: pathlib.Path) -> set[pathlib.Path]:
+    """Files of kernels_cuda/ that a file includes, however the line is written; others in angle brackets are the toolkit's."""
+    found = set()
+    for what in re.findall(r"^\s*(?:#|%:)\s*include\b\s*([^\n]*)", code_of(path), re.M):
+        line = re.match(r'"([^"]+)"|<([^>]+)>', what)
+        assert line, f"{path.name} includes {what}: name the file"
+        other = line.group(1) or line.group(2)
+        here = [at.resolve() for at in (path.parent / other, KERNELS / other) if at.exists()]
+        assert here or line.group(2), f"{path.name} includes {other}, which is not there"
+        found.update(here[:1])
+    return found
 
 
 def closure(*names: str) -> set[str]:
@@ -41,7 +56,7 @@ def closure(*names: str) -> set[str]:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            todo.extend(includes(name))
+            todo.extend(str(path.relative_to(KERNELS)) for path in includes(KERNELS / name))
     return seen
 
 
@@ -72,8 +87,52 @@ def test_programs_are_built_on_the_shared_parts():
 
 def test_shared_parts_know_no_instruction_set():
     for name in SHARED:
-        assert {other for other in includes(name) if other.startswith("isa/")} <= {"isa/portable.h"}, name
-        source = (KERNELS / name).read_text()
+        direct = {str(path.relative_to(KERNELS)) for path in includes(KERNELS / name)}
+        assert {other for other in direct if other.startswith("isa/")} <= {"isa/portable.h"}, name
+        source = code_of(KERNELS / name)
         assert not re.search(r"\b(Sm90|Sm100)\b", source), name
-        # Conversions have a hardware form here and there, held equal to the plain one (test_mx_math.py).
-        assert name == "quantize_math.h" or "__CUDA_ARCH__" not in source, name
+        assert name in CONVERSIONS or "__CUDA_ARCH__" not in source, name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '#include "mma_sm90.h"',
+        "#include <mma_sm90.h>",
+        '# include "mma_sm90.h"',
+        '  #include "mma_sm90.h"',
+        '#include"mma_sm90.h"',
+        '#include "../kernels_cuda/mma_sm90.h"',
+        '#\\\n  include "mma_sm90.h"',
+        '#/* */include "mma_sm90.h"',
+    ],
+)
+def test_includes_are_found_however_they_are_written(tmp_path, line):
+    source = tmp_path / "x.h"
+    source.write_text(
+        f"#pragma once\n// #include <rows.h>\n#include <cstdint>\n{line.replace('..', str(KERNELS.parent))}\n"
+    )
+    assert includes(source) == {KERNELS / "mma_sm90.h"}
+
+
+def test_includes_by_macro_are_refused(tmp_path):
+    (tmp_path / "x.h").write_text("#include ROLES\n")
+    with pytest.raises(AssertionError, match="name the file"):
+        includes(tmp_path / "x.h")
+
+
+def test_instructions_stay_in_the_instruction_layer():
+    """Tile programs must build for the host machine: outside isa/ no inline PTX but conversions, in headers no CUDA built-ins."""
+    sources = [path for path in KERNELS.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cc")]
+    sources = [path for path in sources if KERNELS / "isa" not in path.parents]
+    assert len(sources) > 40
+    for path in sources:
+        code = code_of(path)
+        texts = [text.lstrip() for text in re.findall(r"\b(?:asm|__asm__|__asm)\b([^;]*;[^\n]*)", code)]
+        if path.name in CONVERSIONS:
+            assert all(re.match(r'\("(cvt|mul\.rn\.f16x2)\b', text) for text in texts), (path.name, texts)
+        else:
+            assert not texts, (path.name, texts)
+        if path.suffix in (".h", ".cuh"):
+            words = r"\b(?:threadIdx|blockIdx|blockDim|gridDim)\b|__shfl|__sync|__device__|__shared__|__reduce|__cvta|__nanosleep"
+            assert not re.findall(words, code), (path.name, re.findall(words, code))
