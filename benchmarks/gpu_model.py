@@ -1,7 +1,7 @@
 """What bounds each product of the expert layer, and how fast it could be: Hopper against measured kernels and layers,
 Blackwell as a prediction.
 
-    python benchmarks/gpu_model.py            # all tables
+    python benchmarks/gpu_model.py            # all tables; there is nothing to choose
 No measurement: rates from data sheets and public microbenchmarks, tile shapes from kernels_cuda/. A time is the largest
 of six bounds of the whole product (tensor core, tensor memory, shared memory, L2, HBM, issue slots of the epilogue) plus,
 where the epilogue does not run beside the products, its own time; tiles are dealt to SMs in whole waves.
@@ -9,6 +9,7 @@ where the epilogue does not run beside the products, its own time; tiles are dea
 Letters: D model width, F expert width, E experts; rows: T * K tokens, spread evenly over the experts.
 """
 
+import argparse
 import dataclasses
 import json
 import math
@@ -216,7 +217,9 @@ def layer_table(device: Device, mx: bool, measured: dict[tuple[str, str], float]
     return lines
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    """Prints every table; exits with status 2 for any argument but --help."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     pair = Tile(128, 256, 2)
     print("\n".join(table(H200, pair, QWEN3, False, MEASURED)))
     print("\n" + "\n".join(layer_table(H200, False, measured_layers())))
