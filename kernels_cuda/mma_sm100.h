@@ -271,6 +271,7 @@ struct TensorMemoryTile {
   MOE_FN void let_issuer_go_on() const {
     Isa::fence_before_sync();
     Isa::warp_sync();
+    // One lane for the warp: the barrier counts warps, and 32 arrivals would free the sums early (triton #9498).
     if (lane == 0) Isa::template arrive_leader<Config::kBlocks>(sums_empty_barrier<Config>(base, Config::kShared ? 0 : accumulator.stage));
   }
   template <class Arguments>
@@ -336,7 +337,7 @@ struct TensorMemoryTile {
       Isa::store_words(panel + panel_offset(lane, chunk), words[4 * chunk], words[4 * chunk + 1], words[4 * chunk + 2],
                        words[4 * chunk + 3]);
     }
-    Isa::fence_async_shared();
+    Isa::fence_async_shared();  // plain stores before a bulk store that reads them (torchao #4278)
     Isa::warp_sync();
     if (lane == 0) {
       Isa::store_box(map, panel, column, first_row, half, expert);

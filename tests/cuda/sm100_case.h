@@ -21,8 +21,9 @@ namespace sm100_test {
 using namespace moe;
 using machine::Map;
 
-// Integers: every sum is exact, so results must be equal bit for bit. Edges (MXFP8): integers under the scale codes 0 and 254, whose products
-// are ordinary numbers, and a poisoned block (code 255), which must come out as NaN and nowhere else (TE #3262).
+// Integers: every sum is exact, so results must be equal bit for bit, in every configuration: a tolerance can hide a wrong one (SonicMoE #63).
+// Edges (MXFP8): integers under the scale codes 0 and 254, whose products are ordinary numbers, and a poisoned block (code 255), which must
+// come out as NaN and nowhere else (TE #3262).
 enum class Data { kIntegers, kRandom, kEdges };
 
 // Buffers start where cudaMalloc would let them: the programs rely on 32 bytes.
