@@ -1,11 +1,12 @@
 // Seeds faults into the Blackwell tile programs, one at a time, at the border between program and instruction layer, and demands that the
-// host machine or the comparison with plain loops catches each. Every fault names what must be said: a piece of the machine's message,
-// or "" where wrong numbers are all there is. Usage: sm100_faults [NAME].
+// host machine or the comparison with plain loops catches each. Every fault names what must be said: a piece of the machine's
+// message, or "differ" where wrong numbers are all there is. Usage: sm100_faults [NAME].
+#include <array>
 #include <functional>
-#include <map>
 #include <memory>
+#include <set>
 
-#include "sm100_case.h"
+#include "sm100_chain.h"
 
 namespace {
 
@@ -15,6 +16,21 @@ using namespace sm100_test;
 const char* fault = "";
 int runs = 0;
 bool on(const char* name) { return std::strcmp(fault, name) == 0; }
+
+// What a thread of this run has done: which call of a kind an operation is.
+struct Past {
+  int everyone = 0, warp_syncs = 0, fences_before = 0;
+  bool stored = false;     // ordinary stores to memory since the last warp_sync
+  bool fenced = false;     // fence_before_sync was the last fence or store
+  bool answered = false;   // an answer was read and not fenced
+};
+Past& past() {
+  static std::array<Past, 512> all;
+  static int of_run = -1;
+  if (of_run != runs) all.fill({});
+  of_run = runs;
+  return all[static_cast<size_t>(256 * machine::block() + machine::thread())];
+}
 
 template <class Config>
 struct Faulty : HostSm100 {
@@ -34,6 +50,7 @@ struct Faulty : HostSm100 {
   }
   static bool skips(uint32_t bar) {
     return (on("stage filled without waiting") && is_empty(bar)) || (on("accumulators overwritten without waiting") && is_acc_empty(bar)) ||
+           (on("accumulators that share columns overwritten without waiting") && is_acc_empty(bar)) ||
            (on("answer overwritten without waiting") && is_clc_empty(bar)) || (on("products before their operands") && is_full(bar)) ||
            (on("accumulators read before they are complete") && is_acc_full(bar));
   }
@@ -123,10 +140,41 @@ struct Faulty : HostSm100 {
     if (!on("no fence after a wait")) HostSm100::fence_after_sync();
   }
   static void fence_before_sync() {
-    if (!on("no fence before an arrival")) HostSm100::fence_before_sync();
+    const bool first = past().fences_before++ == 0;
+    past().fenced = true;
+    if (!on(first ? "no fence after the allocation" : "no fence before an arrival")) HostSm100::fence_before_sync();
   }
   static void fence_async_shared() {
-    if (!on("no proxy fence before a bulk store")) HostSm100::fence_async_shared();
+    const bool of_answer = past().answered;
+    past().answered = false;
+    if (!on(of_answer ? "no proxy fence after an answer was read" : "no proxy fence before a bulk store")) HostSm100::fence_async_shared();
+  }
+  static void fence_async_all() {
+    if (!on("no proxy fence after an acquire")) HostSm100::fence_async_all();
+  }
+  static void barrier_init_fence() {
+    if (!on("barriers not fenced after their initialisation") && !on("barriers not fenced before the peer uses them")) HostSm100::barrier_init_fence();
+  }
+  // The one before a release follows a fence and, without another in between, the stores of the task's last piece.
+  static void warp_sync() {
+    Past& p = past();
+    const bool releases = p.stored && p.fenced, first = p.warp_syncs++ == 0;
+    p.stored = p.fenced = false;
+    if (on("warp not together at the first cluster barrier") && first) return;
+    if (on("warp not together before a release") && releases) return;
+    HostSm100::warp_sync();
+  }
+  static void store_sector(void* address, const uint32_t (&v)[8]) {
+    past().stored = true;
+    past().fenced = false;
+    HostSm100::store_sector(address, v);
+  }
+  static int load_acquire(const int* address) {
+    return on("a task does not wait for what it reads") || on("a task does not wait for what it reads: bulk stores") ? 1 << 30 : HostSm100::load_acquire(address);
+  }
+  static void store_wait_done() {
+    if (on("a release after stores that have only read")) return HostSm100::template store_wait_read<0>();
+    if (!on("shared memory does not outlive the stores")) HostSm100::store_wait_done();
   }
   template <int kPending>
   static void store_wait_read() {
@@ -155,14 +203,10 @@ struct Faulty : HostSm100 {
     HostSm100::tmem_dealloc<kBlocks>(address, columns);
     if (on("deallocated twice")) HostSm100::tmem_dealloc<kBlocks>(address, columns);
   }
-  // The last cluster barrier: the second one a thread comes to.
+  // The last cluster barrier is the second one a thread comes to.
   template <int kBlocks>
   static void everyone() {
-    static std::map<std::pair<int, int>, int> calls;
-    static int seen = -1;
-    if (seen != runs) calls.clear();
-    seen = runs;
-    const bool last = calls[{machine::block(), machine::thread()}]++ % 2 == 1;
+    const bool last = past().everyone++ % 2 == 1;
     if (on("no cluster barrier at the end") && last) return;
     if (on("address used before the peer has allocated") && !last) return;
     HostSm100::everyone<kBlocks>();
@@ -173,6 +217,7 @@ struct Faulty : HostSm100 {
   }
   static bool stolen(uint32_t response, uint32_t& first_block) {
     const bool granted = HostSm100::stolen(response, first_block);
+    past().answered = true;
     if (on("first block taken for the cluster")) first_block *= 2;
     return granted || (on("asks on after a refusal") && machine::thread() / 32 == 2);
   }
@@ -181,68 +226,71 @@ struct Faulty : HostSm100 {
 using One = Sm100Config<1, 128, true, true>;
 using Two = Sm100Config<2, 256, true, true>;
 using Wide = Sm100Config<1, 256, true, false>;
-enum Where { kOne, kPair, kWide };  // down with one block, with two; a weight gradient
+using Links = Sm100Config<1, 128, true, false>;
+using Rows = Sm100Config<1, 64, false, false>;
+// Down with one block, the same without signals, with two blocks; a weight gradient; chains by ordinary and by bulk stores.
+enum Where { kOne, kQuiet, kPair, kWide, kLinks, kRows };
 
 struct Fault {
   const char* name;
   Where where;
-  const char* said;  // part of the message; "" for wrong numbers
+  const char* said;  // part of the message; "differ": wrong numbers
 };
 
 const Fault kFaults[] = {
-    {"wrong phase: full", kOne, ""},
-    {"wrong phase: empty", kOne, ""},
-    {"wrong phase: accumulators full", kOne, ""},
-    {"wrong phase: accumulators empty", kOne, ""},
-    {"wrong phase: answer", kPair, ""},
-    {"stage filled without waiting", kPair, "machine"},
-    {"accumulators overwritten without waiting", kPair, ""},
-    {"accumulators overwritten without waiting", kWide, ""},
-    {"answer overwritten without waiting", kPair, ""},
-    {"products before their operands", kOne, "machine"},
+    {"wrong phase: full", kOne, "never written"},
+    {"wrong phase: empty", kOne, "deadlock"},
+    {"wrong phase: accumulators full", kOne, "tensor memory is read"},
+    {"wrong phase: accumulators empty", kOne, "deadlock"},
+    {"wrong phase: answer", kPair, "never written"},
+    {"stage filled without waiting", kPair, "two copies fill"},
+    {"accumulators overwritten without waiting", kPair, "while a product is still writing it"},
+    {"accumulators that share columns overwritten without waiting", kWide, "while a product is still writing it"},
+    {"answer overwritten without waiting", kPair, "deadlock"},
+    {"products before their operands", kOne, "never written"},
     {"accumulators read before they are complete", kOne, "tensor memory is read"},
-    {"arrival count too small", kOne, ""},
+    {"arrival count too small", kOne, "deadlock"},
     {"arrival count too large", kOne, "deadlock"},
-    {"too few bytes expected", kOne, "machine"},
-    {"too many bytes expected", kOne, "machine"},
+    {"too few bytes expected", kOne, "while a copy is filling it"},
+    {"too many bytes expected", kOne, "deadlock"},
     {"arrival with block scope", kPair, "block scope"},
     {"wait with block scope", kPair, "block scope"},
-    {"peer's scales not waited for", kPair, "machine"},
-    {"a warp arrives more than once", kOne, ""},
-    {"load into the next stage", kOne, "machine"},
-    {"load from the next block of K", kOne, ""},
-    {"scales of the next block of K", kOne, ""},
-    {"operands without swizzle", kOne, ""},
+    {"peer's scales not waited for", kPair, "too many"},
+    {"a warp arrives more than once", kOne, "deadlock"},
+    {"load into the next stage", kOne, "never written"},
+    {"load from the next block of K", kOne, "differ"},
+    {"scales of the next block of K", kOne, "differ"},
+    {"operands without swizzle", kOne, "differ"},
     {"scale copy with a swizzle", kOne, "no swizzle"},
-    {"scale copy with a wrong stride", kOne, ""},
+    {"scale copy with a wrong stride", kOne, "never written"},
     {"scales never copied", kOne, "never copied"},
-    {"scales copied to the wrong column", kOne, ""},
+    {"scales copied to the wrong column", kOne, "never copied"},
     {"layout code of the 64-byte swizzle", kOne, "128-byte swizzle"},
     {"descriptor version missing", kOne, "version 1"},
     {"stride offset halved", kOne, "1024 bytes apart"},
-    {"leading offset halved", kWide, ""},
-    {"descriptor one row off", kOne, ""},
-    {"operands swapped", kOne, ""},
-    {"step along K missing", kOne, ""},
-    {"N halved", kOne, ""},
+    {"leading offset halved", kWide, "differ"},
+    {"descriptor one row off", kOne, "differ"},
+    {"operands swapped", kOne, "differ"},
+    {"step along K missing", kOne, "differ"},
+    {"N halved", kOne, "never written"},
     {"M of the other block count", kOne, "does not exist"},
-    {"major of A flipped", kOne, ""},
+    {"major of A flipped", kOne, "differ"},
     {"operand format E5M2", kOne, "E5M2"},
     {"scale format E4M3", kOne, "UE8M0"},
-    {"scale id of A off by one", kOne, ""},
-    {"scale id of B missing", kOne, ""},
-    {"A and B scales swapped", kOne, ""},
-    {"B scales one column off", kOne, ""},
+    {"scale id of A off by one", kOne, "differ"},
+    {"scale id of B missing", kOne, "differ"},
+    {"A and B scales swapped", kOne, "differ"},
+    {"B scales one column off", kOne, "never copied"},
     {"always accumulates", kOne, "never written"},
-    {"never accumulates", kOne, ""},
-    {"accumulators one column off", kOne, ""},
-    {"commit to the next stage", kOne, "machine"},
+    {"never accumulates", kOne, "differ"},
+    {"accumulators one column off", kOne, "never written"},
+    {"commit to the next stage", kOne, "deadlock"},
     {"commit left out", kOne, "deadlock"},
     {"commit does not reach the peer", kPair, "deadlock"},
     {"no fence after a wait", kOne, "fence::after"},
-    {"no fence before an arrival", kOne, "fence::before"},
+    {"no fence before an arrival", kOne, "an arrival after tensor-memory accesses"},
     {"no proxy fence before a bulk store", kOne, "proxy fence"},
-    {"panel reused while it is being stored", kWide, "still reads it"},
+    {"panel reused while it is being stored", kWide, "is overwritten while a unit still reads it"},
     {"bulk stores never committed", kOne, "committed"},
     {"another warp's lanes", kOne, "may read lanes"},
     {"the other accumulators", kOne, "tensor memory is read"},
@@ -251,10 +299,21 @@ const Fault kFaults[] = {
     {"never deallocated", kOne, "never deallocated"},
     {"half deallocated", kOne, "were allocated"},
     {"deallocated twice", kOne, "twice"},
-    {"no cluster barrier at the end", kPair, "machine"},
-    {"address used before the peer has allocated", kPair, "machine"},
+    {"no cluster barrier at the end", kPair, "not allocated"},
+    {"address used before the peer has allocated", kPair, "is read and was never written"},
     {"asks on after a refusal", kPair, "refused"},
-    {"first block taken for the cluster", kPair, ""},
+    {"first block taken for the cluster", kPair, "differ"},
+    {"shared memory does not outlive the stores", kQuiet, "a thread ends without having waited"},
+    {"a release after stores that have only read", kRows, "a release before the bulk stores"},
+    {"warp not together before a release", kLinks, "a release before the warp has met"},
+    {"no proxy fence after an acquire", kLinks, "after an acquire without a proxy fence"},
+    {"a task does not wait for what it reads", kLinks, "rows of the chain"},
+    {"a task does not wait for what it reads: bulk stores", kRows, "rows of the chain"},
+    {"no proxy fence after an answer was read", kPair, "after ordinary loads without a proxy fence"},
+    {"barriers not fenced after their initialisation", kOne, "before its initialisation was fenced"},
+    {"barriers not fenced before the peer uses them", kPair, "before its initialisation was fenced"},
+    {"no fence after the allocation", kOne, "a cluster barrier after tensor-memory accesses"},
+    {"warp not together at the first cluster barrier", kPair, "have not come together"},
 };
 
 }  // namespace
@@ -264,13 +323,24 @@ int main(int argc, char** argv) {
   Case<kDown, One> one(shape, Data::kIntegers);
   Case<kDown, Two> pair(shape, Data::kIntegers);
   Case<kWgradDown, Wide> wide(shape, Data::kIntegers);
+  Case<kDown, One> quiet(shape, Data::kIntegers);
+  for (Task& task : quiet.tasks) task.signal = -1;
+  Chain<kGateUp, Links> links;
+  Chain<kDown, Rows> rows;
   auto run = [&](Where where, uint32_t seed) {
     ++runs;
-    return where == kOne ? one.run<Faulty<One>>(seed) : where == kPair ? pair.run<Faulty<Two>>(seed) : wide.run<Faulty<Wide>>(seed);
+    switch (where) {
+      case kOne: return one.run<Faulty<One>>(seed);
+      case kQuiet: return quiet.run<Faulty<One>>(seed);
+      case kPair: return pair.run<Faulty<Two>>(seed);
+      case kWide: return wide.run<Faulty<Wide>>(seed);
+      case kLinks: return links.run<Faulty<Links>>(seed);
+      default: return rows.run<Faulty<Rows>>(seed);
+    }
   };
   int missed = 0, seeded = 0;
   constexpr uint32_t kSeeds = 6;
-  for (Where where : {kOne, kPair, kWide}) {  // without a fault all is well, under the same schedules
+  for (Where where : {kOne, kQuiet, kPair, kWide, kLinks, kRows}) {  // without a fault all is well, under the same schedules
     for (uint32_t seed = 0; seed < kSeeds; ++seed) {
       const std::string wrong = run(where, seed);
       if (!wrong.empty()) {
@@ -279,7 +349,12 @@ int main(int argc, char** argv) {
       }
     }
   }
+  std::set<std::string> names;
   for (const Fault& f : kFaults) {
+    if (!names.insert(f.name).second) {
+      std::printf("MISS %s: twice in the list\n", f.name);
+      return 1;
+    }
     if (argc > 1 && std::strcmp(argv[1], f.name) != 0) continue;
     fault = f.name;
     ++seeded;

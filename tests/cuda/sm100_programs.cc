@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 
-#include "sm100_case.h"
+#include "sm100_chain.h"
 
 namespace {
 
@@ -58,6 +58,19 @@ void check(const char* name, const Shape& shape, Option option = kNothing) {
   failures += !wrong.empty();
 }
 
+template <Kind kKind, class Config>
+void check_chain(const char* name) {
+  const std::string full = std::string(name) + (Config::kMx ? " mxfp8" : " bf16") + ", " + std::to_string(Config::kBlocks) +
+                           " block(s), tasks that read what others wrote";
+  if (!only.empty() && full.find(only) == std::string::npos) return;
+  ++cases;
+  Chain<kKind, Config> chain;
+  std::string wrong;
+  for (int seed = 0; seed < schedules && wrong.empty(); ++seed) wrong = chain.template run<HostSm100>(static_cast<uint32_t>(seed));
+  std::printf("%s %s%s%s\n", wrong.empty() ? "ok  " : "FAIL", full.c_str(), wrong.empty() ? "" : ": ", wrong.c_str());
+  failures += !wrong.empty();
+}
+
 template <int kBlocks, int kTileN, bool kStealing>
 using Mx = Sm100Config<kBlocks, kTileN, true, kStealing>;
 template <int kBlocks, int kTileN, bool kStealing>
@@ -75,6 +88,8 @@ void run_all() {
   check<kGateUp, Bf16<1, 256, true>>("gate_up", kRagged16);
   check<kGateUp, Bf16<2, 128, false>>("gate_up", kRagged16);
   check<kGateUp, Bf16<2, 256, true>>("gate_up", kRagged16);
+  check_chain<kGateUp, Mx<1, 128, false>>("gate_up");
+  check_chain<kGateUp, Mx<2, 256, false>>("gate_up");
 #elif SM100_PART == 1
   check<kDown, Mx<1, 64, false>>("down", kRagged);
   check<kDown, Mx<1, 128, false>>("down", kRagged);
@@ -92,6 +107,8 @@ void run_all() {
   check<kDown, Bf16<1, 192, true>>("down", kRagged16);
   check<kDown, Bf16<2, 64, false>>("down", kRagged16);
   check<kDown, Bf16<2, 256, true>>("down", kRagged16);
+  check_chain<kDown, Bf16<1, 64, false>>("down");
+  check_chain<kDown, Bf16<2, 64, false>>("down");
 #elif SM100_PART == 2
   check<kDgradDown, Mx<1, 128, false>>("dgrad_down", kRagged);
   check<kDgradDown, Mx<1, 256, true>>("dgrad_down", kRagged);

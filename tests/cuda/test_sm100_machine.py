@@ -12,8 +12,8 @@ import pytest
 from tests.cuda.host_build import CXX, ROOT, build_all, emulator
 
 TESTS = ROOT / "tests" / "cuda"
-LEAST_CONFIGURATIONS = 40
-LEAST_FAULTS = 25
+LEAST_CONFIGURATIONS = 50
+LEAST_FAULTS = 75
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 

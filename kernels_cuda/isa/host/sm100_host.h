@@ -33,12 +33,13 @@ struct HostSm100 : Host {
   }
   static bool elect_one() {
     warp("elect", 0, nullptr, nullptr);
+    machine::part();
     return lane_index() == 0;
   }
 
   // --- barriers ---
   static void barrier_init(uint32_t bar, uint32_t arrivals) { machine::barrier_init(bar, arrivals); }
-  static void barrier_init_fence() {}
+  static void barrier_init_fence() { machine::barrier_init_fence(); }
   static void barrier_expect_bytes(uint32_t bar, uint32_t bytes) { machine::barrier_arrive(machine::block(), bar, bytes); }
   static void barrier_arrive(uint32_t bar) { machine::barrier_arrive(machine::block(), bar, 0); }
   template <int kBlocks>
@@ -50,7 +51,10 @@ struct HostSm100 : Host {
   static void wait_cluster(uint32_t bar, uint32_t parity) {
     machine::barrier_wait(bar, parity, machine::Scope::kCluster);
   }
-  static void warp_sync() { warp("warp_sync", 0, nullptr, nullptr); }
+  static void warp_sync() {
+    machine::come_together();  // of this lane; nobody passes before all have
+    warp("warp_sync", 0, nullptr, nullptr);
+  }
   template <int kBlocks>
   static void everyone() {
     machine::cluster_sync();
@@ -68,15 +72,16 @@ struct HostSm100 : Host {
   static void store_commit() { machine::store_commit(); }
   template <int kPending>
   static void store_wait_read() {
-    machine::store_wait(kPending);
+    machine::store_wait_read(kPending);
   }
-  static void store_wait_done() { machine::store_wait(0); }
+  static void store_wait_done() { machine::store_wait_done(); }
   static void fence_async_shared() { machine::fence_async(); }
-  static void fence_async_all() { machine::fence_async(); }
+  static void fence_async_all() { machine::fence_async_all(); }
 
   // --- tensor memory ---
   template <int kBlocks>
   static void tmem_alloc(uint32_t result, uint32_t columns) {
+    machine::check_together("tcgen05.alloc");
     warp("tcgen05.alloc", columns, nullptr, [=](void**) {
       machine::tmem_alloc(result, columns);
       machine::tmem_relinquish();
@@ -84,9 +89,11 @@ struct HostSm100 : Host {
   }
   template <int kBlocks>
   static void tmem_dealloc(uint32_t address, uint32_t columns) {
+    machine::check_together("tcgen05.dealloc");
     warp("tcgen05.dealloc", columns, nullptr, [=](void**) { machine::tmem_dealloc(address, columns); });
   }
   static void tmem_load(uint32_t address, uint32_t (&r)[32]) {
+    machine::check_together("tcgen05.ld");
     warp("tcgen05.ld", address, nullptr, nullptr);
     machine::tmem_load(address, r, 32);
   }
@@ -134,6 +141,7 @@ struct HostSm100 : Host {
   }
   static void store_sector(void* address, const uint32_t (&v)[8]) {
     check_aligned(address, 32);
+    machine::stored_global();
     std::memcpy(address, v, 32);
   }
   static void load_sector(const void* address, uint32_t (&v)[8]) {
@@ -146,7 +154,12 @@ struct HostSm100 : Host {
   }
   static int load_acquire(const int* address) {
     machine::poll();
+    machine::acquired();
     return *address;
+  }
+  static void add_release(int* address, int value) {
+    machine::check_release();
+    *address += value;
   }
   static void warp_max(uint32_t (&v)[32]) {
     warp("redux.max", 0, v, [](void** data) {

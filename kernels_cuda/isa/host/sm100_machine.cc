@@ -1,7 +1,9 @@
 // Scheduler, shared memory, barriers, copies and work stealing of the machine; tensor memory and products are in sm100_tensor.cc.
 #include "sm100_machine.h"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "sm100_state.h"
 
@@ -10,6 +12,17 @@ namespace moe::machine {
 State* state = nullptr;
 
 namespace {
+
+// The two steps of a worker's oldest group of bulk stores.
+void read_group(Worker& worker) {
+  for (Store& store : worker.unread.front()) store.read();
+  worker.unwritten.push_back(std::move(worker.unread.front()));
+  worker.unread.pop_front();
+}
+void write_group(Worker& worker) {
+  for (Store& store : worker.unwritten.front()) store.write();
+  worker.unwritten.pop_front();
+}
 
 bool any_progress() {  // one asynchronous step; the seed picks the unit
   State& s = *state;
@@ -37,9 +50,12 @@ bool any_progress() {  // one asynchronous step; the seed picks the unit
         break;
       case 2:
         for (Worker& worker : s.workers) {
-          if (!worker.stores.empty()) {
-            for (auto& action : worker.stores.front()) action();
-            worker.stores.pop_front();
+          if (!worker.unread.empty() && (worker.unwritten.empty() || s.random() % 2 == 0)) {
+            read_group(worker);
+            return true;
+          }
+          if (!worker.unwritten.empty()) {
+            write_group(worker);
             return true;
           }
         }
@@ -94,6 +110,7 @@ std::string run_cluster(const Launch& launch, uint32_t index, std::deque<uint32_
   const auto whole_thread = [&] {
     body();
     if (!s.me().uncommitted.empty()) fail("a bulk store was never committed");
+    if (s.me().known_read < s.me().committed) fail("a thread ends without having waited until its bulk stores have read shared memory");
     if (!s.me().loads.empty()) fail("a tensor-memory load was never waited for");
     --s.live[block()];
   };
@@ -233,8 +250,13 @@ void begin_async_write(int b, uint32_t address) {
   Chunk& chunk = chunk_at(b, address, 16);
   if (chunk.readers > 0) fail("shared memory at " + std::to_string(address) + " is overwritten while a unit still reads it");
   if (chunk.state == kInFlight) fail("two copies fill shared memory at " + std::to_string(address) + " at once");
+  if (chunk.unfenced_reads > 0) {
+    fail("shared memory at " + std::to_string(address) + " is filled by a unit after ordinary loads without a proxy fence");
+  }
+  if (chunk.writer >= 0) {
+    fail("shared memory at " + std::to_string(address) + " is filled by a unit after ordinary stores without a proxy fence");
+  }
   chunk.state = kInFlight;
-  chunk.writer = -1;
   std::memset(bytes_at(b, address), 0xFF, 16);
 }
 
@@ -252,10 +274,16 @@ void write_shared(uint32_t address, const void* from, uint32_t bytes) {
 
 void read_shared(uint32_t address, void* to, uint32_t bytes) {
   for (uint32_t at = address / 16 * 16; at < address + bytes; at += 16) {
-    const Chunk& chunk = chunk_at(block(), at, 16);
+    Chunk& chunk = chunk_at(block(), at, 16);
     if (chunk.state != kReady) {
       fail("shared memory at " + std::to_string(at) + " is read " +
            (chunk.state == kUnwritten ? "and was never written" : "while it is being filled"));
+    }
+    const int index = static_cast<int>((at - kSharedBase) / 16);
+    std::vector<int>& read = state->me().read;
+    if (std::find(read.begin(), read.end(), index) == read.end()) {
+      read.push_back(index);
+      ++chunk.unfenced_reads;
     }
   }
   std::memcpy(to, bytes_at(block(), address), bytes);
@@ -268,6 +296,30 @@ void fence_async() {
     if (chunk.writer == state->fibers.self()) chunk.writer = -1;
   }
   me.written.clear();
+  for (int i : me.read) --state->memory[block()].chunks[i].unfenced_reads;
+  me.read.clear();
+}
+void fence_async_all() {
+  fence_async();
+  state->me().acquired = false;
+}
+
+void acquired() { state->me().acquired = true; }
+void stored_global() { state->me().stored_global = true; }
+void check_release() {
+  State& s = *state;
+  const int self = s.fibers.self(), first = self / 32 * 32;
+  for (int i = first; i < first + 32; ++i) {
+    const Worker& lane = s.workers[i];
+    if (lane.known_done < lane.committed) fail("a release before the bulk stores that it speaks for have been waited for");
+    if (i != self && lane.stored_global) fail("a release before the warp has met after its lanes' stores");
+  }
+}
+
+void part() { state->me().parted = true; }
+void come_together() { state->me().parted = state->me().stored_global = false; }
+void check_together(const char* what) {
+  if (state->me().parted) fail(std::string(what) + " by lanes that have not come together since one was elected");
 }
 
 void barrier_init(uint32_t address, uint32_t arrivals) {
@@ -275,6 +327,17 @@ void barrier_init(uint32_t address, uint32_t arrivals) {
   Barrier& bar = state->barriers[{block(), address}];
   bar = {};
   bar.arrivals = bar.pending = arrivals;
+  bar.initialiser = state->fibers.self();
+}
+void barrier_init_fence() {
+  for (auto& [at, bar] : state->barriers) bar.fenced = bar.fenced || bar.initialiser == state->fibers.self();
+}
+
+// For a use by a unit, or by a thread of the other block.
+Barrier& fenced_barrier_at(int b, uint32_t address) {
+  Barrier& bar = barrier_at(b, address);
+  if (!bar.fenced) fail("the barrier at " + std::to_string(address) + " is used before its initialisation was fenced");
+  return bar;
 }
 
 void arrive(int b, uint32_t address, int64_t expect_bytes) {
@@ -285,19 +348,24 @@ void arrive(int b, uint32_t address, int64_t expect_bytes) {
   settle(bar);
 }
 
+void arrive_by_unit(int b, uint32_t address) {
+  fenced_barrier_at(b, address);
+  arrive(b, address, 0);
+}
+
 void barrier_arrive(int b, uint32_t address, int64_t expect_bytes, Scope scope) {
   check_before_sync("an arrival", true);
   finish_alloc();
   if (b != block()) {
     if (scope == Scope::kBlock) fail("an arrival at the other block with block scope (cutlass #3647)");
-    barrier_at(b, address).remote = true;
+    fenced_barrier_at(b, address).remote = true;
   }
   arrive(b, address, expect_bytes);
   yield();
 }
 
 void barrier_complete(int b, uint32_t address, int64_t bytes) {
-  Barrier& bar = barrier_at(b, address);
+  Barrier& bar = fenced_barrier_at(b, address);
   bar.bytes -= bytes;
   settle(bar);
 }
@@ -315,6 +383,7 @@ void barrier_wait(uint32_t address, uint32_t parity, Scope scope) {
 void cluster_sync() {
   State& s = *state;
   check_before_sync("a cluster barrier", false);
+  if (s.launch.blocks > 1) check_together("a cluster barrier");  // .aligned; that of one block is not
   finish_alloc();
   s.at_cluster.push_back(s.fibers.self());
   if (s.at_cluster.size() == s.workers.size()) {
@@ -329,6 +398,7 @@ void cluster_sync() {
 
 void load_box(const Map& map, int bar_block, uint32_t bar, uint32_t dst, const int (&at)[4]) {
   check_box(map, dst);
+  if (state->me().acquired) fail("a copy reads memory after an acquire without a proxy fence");
   const int b = block();
   const int c[4] = {at[0], at[1], at[2], at[3]};
   for_chunks(map, c, [&](uint32_t offset, uint8_t*) { begin_async_write(b, dst + offset); });
@@ -354,27 +424,44 @@ void store_box(const Map& map, uint32_t src, const int (&at)[4]) {
   const int c[4] = {at[0], at[1], at[2], at[3]};
   for_chunks(map, c, [&](uint32_t offset, uint8_t*) { begin_async_read(b, src + offset); });
   const Map* target = &map;
-  state->me().uncommitted.push_back([=] {
+  const auto moved = std::make_shared<std::vector<uint8_t>>();  // on its way
+  const auto read = [=] {
     const int where[4] = {c[0], c[1], c[2], c[3]};
-    for_chunks(*target, where, [&](uint32_t offset, uint8_t* global) {
-      if (global != nullptr) std::memcpy(global, bytes_at(b, src + offset), 16);
+    for_chunks(*target, where, [&](uint32_t offset, uint8_t*) {
+      const uint8_t* from = bytes_at(b, src + offset);
+      moved->insert(moved->end(), from, from + 16);
       end_async_read(b, src + offset);
     });
-  });
+  };
+  const auto write = [=] {
+    const int where[4] = {c[0], c[1], c[2], c[3]};
+    const uint8_t* from = moved->data();
+    for_chunks(*target, where, [&](uint32_t, uint8_t* global) {
+      if (global != nullptr) std::memcpy(global, from, 16);
+      from += 16;
+    });
+  };
+  state->me().uncommitted.push_back({read, write});
 }
 
 void store_commit() {
   Worker& me = state->me();
-  me.stores.emplace_back(me.uncommitted.begin(), me.uncommitted.end());
+  me.unread.push_back(std::move(me.uncommitted));
   me.uncommitted.clear();
+  ++me.committed;
 }
 
-void store_wait(int pending) {
+void store_wait_read(int pending) {
   Worker& me = state->me();
-  while (static_cast<int>(me.stores.size()) > pending) {
-    for (auto& action : me.stores.front()) action();
-    me.stores.pop_front();
-  }
+  while (static_cast<int>(me.unread.size()) > pending) read_group(me);
+  me.known_read = std::max(me.known_read, me.committed - pending);
+}
+
+void store_wait_done() {
+  Worker& me = state->me();
+  store_wait_read(0);
+  while (!me.unwritten.empty()) write_group(me);
+  me.known_done = me.committed;
 }
 
 void steal(uint32_t response, uint32_t bar) {

@@ -4,7 +4,10 @@
 //
 // It keeps a shadow of every 16 bytes of shared memory and of every cell of tensor memory, and stops with a message at: a read of
 // something never written or still under way, an overwrite of what an asynchronous unit still reads, ordinary stores read by an
-// asynchronous unit without a proxy fence, a tcgen05 operation after a wait without its fence (or an arrival without one), products
+// asynchronous unit without a proxy fence, ordinary loads followed by an asynchronous write without one, a copy after an acquire without
+// one, a thread that ends before its bulk stores have read shared memory, a release before they are complete or before the warp has met
+// after its lanes' stores, a barrier used by a unit or the peer before its initialisation was fenced, a pair's cluster barrier or a
+// warp-wide tcgen05 operation by lanes that parted, a tcgen05 operation after a wait without its fence (or an arrival without one), products
 // on shapes, majors or layouts the tensor core does not take, a warp that reads another warp's lanes, allocation out of balance,
 // bytes missing or left over on a barrier, too many arrivals, arrivals and waits between blocks with block scope, a signal to a block
 // that has exited, a deadlock.
@@ -55,6 +58,7 @@ uint32_t num_clusters();
 void meet(int group, int member, int members, const char* name, uint64_t argument, void* data, const std::function<void(void**)>& combine);
 
 void barrier_init(uint32_t address, uint32_t arrivals);
+void barrier_init_fence();
 // Scope: of the release or the acquire. Block scope does not reach the peer.
 enum class Scope { kBlock, kCluster };
 void barrier_arrive(int block, uint32_t address, int64_t expect_bytes, Scope scope = Scope::kBlock);
@@ -64,13 +68,25 @@ void cluster_sync();
 // Ordinary (generic proxy) accesses of this block's shared memory.
 void write_shared(uint32_t address, const void* from, uint32_t bytes);
 void read_shared(uint32_t address, void* to, uint32_t bytes);
-void fence_async();
+void fence_async();      // of shared memory
+void fence_async_all();  // of global memory too
+
+// Ordinary accesses of global memory, as far as they are followed: a flag's acquire and release, and stores that the release must cover.
+void acquired();
+void stored_global();
+void check_release();
+
+// Lanes part when one is elected, and come together at a warp_sync, which orders their memory accesses too.
+void part();
+void come_together();
+void check_together(const char* what);
 
 // Bulk tensor copies; bytes are counted on the barrier at `bar` of block `bar_block`.
 void load_box(const Map& map, int bar_block, uint32_t bar, uint32_t dst, const int (&at)[4]);
 void store_box(const Map& map, uint32_t src, const int (&at)[4]);
 void store_commit();
-void store_wait(int pending);
+void store_wait_read(int pending);  // until all but the last `pending` groups have read shared memory
+void store_wait_done();            // until memory has been written
 
 // Tensor memory. alloc and dealloc: once per warp, from inside a meeting's combine.
 void tmem_alloc(uint32_t result_address, uint32_t columns);

@@ -20,6 +20,7 @@ struct Chunk {  // 16 bytes of shared memory
   uint8_t state = kUnwritten;
   int writer = -1;  // thread whose ordinary stores have not been fenced
   int readers = 0;  // asynchronous reads under way
+  int unfenced_reads = 0;  // threads whose ordinary loads have not been fenced
 };
 struct Memory {
   std::vector<uint8_t> bytes;
@@ -47,10 +48,21 @@ struct Load {
   int columns;
 };
 
+// A bulk store: it reads shared memory first, and is complete when memory has been written.
+struct Store {
+  std::function<void()> read, write;
+};
+
 struct Worker {
   std::vector<int> written;  // chunks written by ordinary stores since the last fence
-  std::deque<std::function<void()>> uncommitted;
-  std::deque<std::vector<std::function<void()>>> stores;
+  std::vector<int> read;     // ... read by ordinary loads
+  std::vector<Store> uncommitted;
+  std::deque<std::vector<Store>> unread, unwritten;  // committed groups
+  // Groups committed, and of how many this thread has waited for the read, for the whole: what it may rely on, whatever the units did.
+  int committed = 0, known_read = 0, known_done = 0;
+  bool acquired = false;       // a flag was read and no proxy fence of global memory since
+  bool stored_global = false;  // ordinary stores to memory since the last warp_sync
+  bool parted = false;         // the warp elected a lane and has not come together since
   std::vector<Load> loads;
   bool needs_after = false;   // a wait has returned and no after_thread_sync fence since
   bool needs_before = false;  // tensor memory was read and no before_thread_sync fence since
@@ -61,6 +73,8 @@ struct Barrier {
   int64_t arrivals = 0, pending = 0, bytes = 0;
   uint32_t phase = 0;
   bool remote = false;  // threads of the other block arrive here
+  int initialiser = -1;
+  bool fenced = false;  // the initialisation is visible to asynchronous units and to the other block
   std::vector<int> waiting;
 };
 
@@ -96,6 +110,7 @@ uint8_t* bytes_at(int block, uint32_t address);
 void begin_async_read(int block, uint32_t address);
 void end_async_read(int block, uint32_t address);
 void begin_async_write(int block, uint32_t address);
-void arrive(int block, uint32_t address, int64_t expect_bytes);  // by a unit, or after a thread's checks
+void arrive(int block, uint32_t address, int64_t expect_bytes);  // by a thread, after its checks
+void arrive_by_unit(int block, uint32_t address);
 
 }  // namespace moe::machine

@@ -136,7 +136,10 @@ void tmem_alloc(uint32_t result_address, uint32_t columns) {
       chunk_at(block(), result_address, 4).state = kInFlight;  // visible after the next barrier of this warp
       std::memcpy(bytes_at(block(), result_address), &at, 4);
       const int first = state->fibers.self() / 32 * 32;
-      for (int i = first; i < first + 32; ++i) state->workers[i].alloc_chunk = static_cast<int>((result_address - kSharedBase) / 16);
+      for (int i = first; i < first + 32; ++i) {
+        state->workers[i].alloc_chunk = static_cast<int>((result_address - kSharedBase) / 16);
+        state->workers[i].needs_before = true;
+      }
       return;
     }
   }
@@ -311,7 +314,7 @@ void commit(uint32_t bar, uint32_t block_mask) {
   if (block_mask >> count != 0) fail("a commit signals a block that the cluster does not have");
   state->tensor[0].push_back([=] {
     for (int b = 0; b < count; ++b) {
-      if (block_mask >> b & 1) arrive(b, bar, 0);
+      if (block_mask >> b & 1) arrive_by_unit(b, bar);
     }
   });
   yield();
