@@ -1,10 +1,12 @@
 """The estimate beside what can be counted by hand and what the compiler says of the same step."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from moejax import flops
@@ -12,6 +14,7 @@ from moejax.config_load import config_from_dict
 from moejax.estimate.__main__ import main, report
 from moejax.estimate.compiling import compile_step
 from moejax.estimate.hardware import GPUS
+from moejax.estimate.liveness import Heap, peak_bytes
 from moejax.estimate.memory import Mesh, abstract_on, skeleton_weights, state_bytes, step_bytes
 from moejax.estimate.work import links, roofline, work
 from moejax.mesh import AXES
@@ -20,14 +23,17 @@ from tests.test_train_cli import ROOT, environment
 D, F, E, V, LAYERS = 128, 192, 8, 512, 3
 
 
-def config_for(mesh, recipe="fp32", **training):
+def config_for(mesh, recipe="fp32", model=None, moe=None, **training):
     return config_from_dict(
         {
             "recipe": recipe,
             "model": {
                 "vocab_size": V, "d_model": D, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+                **(model or {}),
             },
-            "moe": {"num_experts": E, "expert_width": F, "router": {"top_k": 2, "select_bias": True}, "backend": "xla"},
+            "moe": {
+                "num_experts": E, "expert_width": F, "router": {"top_k": 2, "select_bias": True}, "backend": "xla", **(moe or {}),
+            },
             "training": {"global_batch": 16, "sequence_length": 128, "loss_chunk": 512, **training},
             "mesh": {"data": 1, **mesh},
         }
@@ -55,8 +61,43 @@ CASES = {
     "data": ({"data": 2}, {}),
     "context and tensor": ({"context": 2, "tensor": 2}, {"micro_batches": 2}),
     "long sequences": ({}, {"global_batch": 4, "sequence_length": 512}),
+    # Activations are all that counts, and travel by the exchange.
+    "all experts": (
+        {"expert": 8},
+        {
+            "model": {"d_model": 32, "num_layers": 1},
+            "moe": {"num_experts": 16, "expert_width": 32, "router": {"top_k": 16}, "transport": "all_to_all"},
+            "global_batch": 8,
+            "sequence_length": 256,
+            "loss_chunk": 64,
+        },
+    ),
+    "five of twelve, native": (
+        {"expert": 6},
+        {
+            "model": {"d_model": 32, "num_heads": 6, "qk_norm": "head"},
+            "moe": {
+                "num_experts": 12,
+                "expert_width": 32,
+                "router": {"top_k": 5},
+                "transport": "all_to_all",
+                "backend": "native",
+            },
+            "global_batch": 6,
+            "sequence_length": 256,
+        },
+    ),
+    "shared experts": (
+        {"tensor": 2, "context": 4},
+        {
+            "model": {"d_model": 32, "num_layers": 1, "vocab_size": 1200},
+            "moe": {"expert_width": 32, "shared_experts": 3},
+            "global_batch": 4,
+            "sequence_length": 32,
+        },
+    ),
 }
-QUICK = ("one device", "fsdp and expert")
+QUICK = ("one device", "fsdp and expert", "all experts")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +111,56 @@ def test_state_is_exact_and_temporaries_are_within_a_quarter_of_the_compiler(cas
     compiled = compile_step(config)
     assert compiled.argument_bytes == state.total + step.batch
     assert step.temporaries == pytest.approx(compiled.temporary_bytes, rel=0.25), (step, compiled)
+
+
+def peak(function, *shapes):
+    inputs = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    return peak_bytes(jax.make_jaxpr(function)(*inputs), [4 * math.prod(shape) for shape in shapes])
+
+
+def test_the_peak_of_a_chain_of_products_by_hand():
+    """What is elementwise needs nothing; a product has its operands and its result."""
+    N, bytes_ = 64, 4 * 64 * 64
+    assert peak(lambda x: jnp.sin(x) @ x, (N, N)) == 2 * bytes_
+    assert peak(lambda x: jnp.sin(jnp.sin(x @ x) @ x) @ x, (N, N)) == 2 * bytes_
+
+
+def test_what_products_read_in_two_orders_is_there_twice():
+    N, bytes_ = 64, 4 * 64 * 64
+    assert peak(lambda x: (y := jnp.sin(x)) * (y @ x), (N, N)) == 2 * bytes_
+    assert peak(lambda x: (y := jnp.sin(x)) * (y.T @ x), (N, N)) == 3 * bytes_
+    assert peak(lambda x: jnp.sin(x).T @ x, (N, N)) == 2 * bytes_  # made as it is read
+
+
+def test_what_needs_nothing_that_comes_later_is_there_early():
+    """`late` is written last, but nothing keeps it from being computed at once, and it stays until it is read."""
+    N, bytes_ = 64, 4 * 64 * 64
+
+    def program(x, w):
+        y = x
+        for _ in range(4):
+            y = y @ w
+        late = x @ x
+        return late @ y
+
+    assert peak(program, (N, N), (N, N)) == 3 * bytes_
+
+
+def test_packing_leaves_holes_and_uses_those_that_fit():
+    def packed(*buffers):
+        heap, numbers = Heap(), {}
+        for heap.now in range(5):
+            for number, (size, since, until) in enumerate(buffers):
+                if until == heap.now:
+                    heap.hold(numbers[number])
+                if since == heap.now:
+                    numbers[number] = heap.add(size)
+        return heap.packed()
+
+    assert packed((4, 0, 2), (3, 0, 1), (2, 1, 3), (4, 2, 3)) == 7  # 2 in the place of 3, 4 in that of 4
+    assert (
+        packed((2, 1, 2), (2, 3, 4), (1, 0, 3), (1, 2, 4)) == 4
+    )  # never more than 3 at once: the small ones lie badly
 
 
 def test_state_bytes_by_hand():

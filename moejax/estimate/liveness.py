@@ -1,15 +1,20 @@
 """How much memory a traced program needs at once, without compiling it.
 
-The program is walked in its order, and the buffers that are alive are added up. What a compiler fuses needs no buffer:
-the result of an elementwise operation exists only where something that reads whole arrays (a product, a gather, a loop, a
-collective) wants it. A buffer whose operand dies is written over it. Loops keep their carry in place.
+The program is walked and each buffer gets the time from which and until which it is needed; then the buffers are packed.
 
-    buffers(t) = sum of bytes of all buffers made before t and read after it;   peak = max over t
+  fusion      what a compiler fuses needs no buffer: the result of an elementwise operation exists only where something that
+              reads whole arrays (a product, a gather, a loop, a collective) wants it
+  in place    a buffer whose operand dies is written over it; loops keep their carry in place
+  transposes  what is read in two orders of its axes, once by a product, is there twice
+  order       an operation runs as soon as its operands are there: what is recomputed for a backward is there early
+  packing     one after the other, the largest first, into the gaps that are left
 
-This is a model of XLA, not XLA: it knows neither its scheduling nor its fusion limits. `tests/test_estimate.py` holds it to
-25 % of `compiled.memory_analysis()` of small FP32 steps on the CPU.
+This is a model of XLA on the CPU, not XLA: it does not know its fusion limits. `tests/test_estimate.py` holds it to 25 % of
+`compiled.memory_analysis()` of small FP32 steps.
 """
 
+import bisect
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -45,6 +50,7 @@ _CALLS = set(
 _LOOPS = ("scan", "while")
 _SUMS = ("psum", "psum_invariant")
 _EFFECTS = ("swap", "addupdate")
+_IN_PLACE = {"dynamic_update_slice", "swap", "addupdate", "scatter", "scatter-add"}
 # The same bytes under another shape or name.
 _VIEWS = set(
     """
@@ -52,6 +58,57 @@ _VIEWS = set(
     transpose
     """.split()
 )
+
+
+class Heap:
+    """Buffers with the time from which and until which each is needed, and the room they take as XLA packs them."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._size: list[int] = []
+        self._from: list[int] = []
+        self._until: list[int] = []
+
+    def add(self, size: int) -> int:
+        """A buffer from now on; returns its number."""
+        self._size.append(size)
+        self._from.append(self.now)
+        self._until.append(self.now + 1)
+        return len(self._size) - 1
+
+    def hold(self, buffer: int) -> None:
+        """The buffer is needed until now."""
+        self._until[buffer] = max(self._until[buffer], self.now)
+
+    def packed(self) -> int:
+        """Bytes in all: buffers placed one by one, the largest first or the longest-lived first, whichever takes less.
+
+        Each goes to the smallest gap between those that are needed at the same time, or behind them. So a buffer that is
+        placed early leaves holes that later ones do not fill: the bytes needed at once would be less.
+        """
+        life = [until - since for since, until in zip(self._from, self._until)]
+        real = [number for number, size in enumerate(self._size) if size]
+        return min(
+            self._pack(sorted(real, key=lambda n: (-self._size[n], -life[n]))),
+            self._pack(sorted(real, key=lambda n: (-life[n], -self._size[n]))),
+        )
+
+    def _pack(self, order: list[int]) -> int:
+        placed: list[tuple[int, int, int, int]] = []  # first byte, byte behind the last, since, until; by first byte
+        end = 0
+        for number in order:
+            size, since, until = self._size[number], self._from[number], self._until[number]
+            low, best, gap = 0, None, 0
+            for first, behind, from_, to in placed:
+                if from_ >= until or to <= since:
+                    continue
+                if first - low >= size and (best is None or first - low < gap):
+                    best, gap = low, first - low
+                low = max(low, behind)
+            first = low if best is None else best
+            bisect.insort(placed, (first, first + size, since, until))
+            end = max(end, first + size)
+        return end
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,9 +176,10 @@ def peak_bytes(program: jax.extend.core.ClosedJaxpr, input_bytes: Sequence[int],
       donated: numbers of the inputs that may be written over.
     """
     opened = _open(program.jaxpr, [int(size) for size in input_bytes])
-    owned = {opened.inputs[i] for i in donated}
-    peak = _walk(opened, owned)
-    return peak - sum(opened.size[value] for value in owned)
+    heap = Heap()
+    homes = {opened.inputs[number]: heap.add(0) for number in donated}
+    _walk(opened, heap, homes, {number: opened.inputs[number] for number in donated})
+    return heap.packed()
 
 
 def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
@@ -134,7 +192,11 @@ def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
         program.size[value] = size
         return value
 
-    def run(jaxpr, values: list[int], consts: Sequence[Any] = ()) -> list[int]:
+    def view(value: int) -> int:
+        program.steps.append(_Step("reshape", [value], [made := fresh(program.size[value])], {}))
+        return made
+
+    def run(jaxpr, values: list[int]) -> list[int]:
         known: dict[Any, int] = dict(zip(jaxpr.invars, values))
         for var in jaxpr.constvars:
             known[var] = fresh(0)
@@ -145,8 +207,15 @@ def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
         for eqn in jaxpr.eqns:
             reads = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
-            inner = _called(eqn) if name in _CALLS else None
+            once = name == "scan" and eqn.params["length"] == 1  # no loop: XLA unrolls it
+            inner = _called(eqn) if name in _CALLS or once else None
             if inner is not None and len(inner.invars) == len(reads):
+                if once:
+                    consts, count = scan_sizes(eqn.params)
+                    reads = [*reads[: consts + count], *map(view, reads[consts + count :])]
+                    makes = run(inner, reads)
+                    known.update(zip(eqn.outvars, [*makes[:count], *map(view, makes[count:])]))
+                    continue
                 if name == "shard_map":
                     reads = [_resized(program, value, var, fresh) for value, var in zip(reads, inner.invars)]
                 makes = run(inner, reads)
@@ -154,7 +223,10 @@ def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
                 makes = [fresh(_made_bytes(var, eqn, reads, program)) for var in eqn.outvars]
                 if name in _REDUCERS and program.size[makes[0]] == program.size[reads[0]] or _adds_axes_only(eqn):
                     name = "reshape"  # over or to an axis of length 1
-                step = _Step(name, reads, list(makes), eqn.params)
+                params = eqn.params
+                if name == "dot_general":
+                    params = params | {"ndims": [atom.aval.ndim for atom in eqn.invars]}
+                step = _Step(name, reads, list(makes), params)
                 if name in _LOOPS:
                     unchanged = _Loop.of(step).unchanged
                     step.makes = [value for number, value in enumerate(makes) if number not in unchanged]
@@ -168,6 +240,7 @@ def _open(jaxpr, input_bytes: Sequence[int]) -> _Program:
     program.outputs = run(jaxpr, list(program.inputs))
     _prune(program)
     _join_sums(program)
+    _copy_transposed(program, fresh)
     return program
 
 
@@ -199,6 +272,51 @@ def _join_sums(program: _Program) -> None:
             waiting[key] = step
         steps.append(step)
     program.steps = steps
+
+
+def _copy_transposed(program: _Program, fresh) -> None:
+    """A second buffer for what products read in two orders of its axes: the CPU multiplies matrices that lie row by row."""
+    maker = {value: step for step in program.steps for value in step.makes}
+    as_it_lies = {value for value, step in maker.items() if step.name not in _FUSED}
+    for step in program.steps:
+        if step.name != "dot_general" and step.name not in _VIEWS:
+            as_it_lies.update(_as_laid(value, (), maker)[0] for value in step.reads)
+    copies: dict[int, dict[Any, int]] = {}
+    behind: dict[int, list[_Step]] = {}
+    for step in program.steps:
+        if step.name != "dot_general":
+            continue
+        for number, (contracted, batch) in enumerate(zip(*step.params["dimension_numbers"])):
+            free = [axis for axis in range(step.params["ndims"][number]) if axis not in (*contracted, *batch)]
+            order = (*batch, *free, *contracted) if number == 0 else (*batch, *contracted, *free)
+            base, form = _as_laid(step.reads[number], order, maker)
+            if base not in maker:
+                continue
+            forms = copies.setdefault(base, {None: base} if base in as_it_lies else {})
+            if form not in forms:  # the first is how the buffer is made
+                forms[form] = fresh(program.size[base]) if forms else base
+                if forms[form] != base:
+                    behind.setdefault(id(maker[base]), []).append(_Step("transposed", [base], [forms[form]], {}))
+            if forms[form] != base:
+                step.reads[number] = forms[form]
+    program.steps = [one for step in program.steps for one in (step, *behind.get(id(step), ()))]
+
+
+def _as_laid(value: int, order: tuple[int, ...], maker: dict[int, _Step]) -> tuple[int, Any]:
+    """The buffer that an operand is a view of, and how a product reads its axes: None if as they lie."""
+    form: Any = _moved(order)
+    while (step := maker.get(value)) is not None and step.name in _VIEWS:
+        if step.name == "transpose" and not isinstance(form, str):
+            permutation = step.params["permutation"]
+            form = _moved(permutation if form is None else [permutation[axis] for axis in form])
+        elif step.name in ("reshape", "expand_dims", "squeeze") and form is not None:
+            form = f"{form} of {value}"  # not followed further
+        value = step.reads[0]
+    return value, form
+
+
+def _moved(order: Sequence[int]) -> tuple[int, ...] | None:
+    return tuple(order) if list(order) != sorted(order) else None
 
 
 def _unread(step: _Step) -> frozenset[int]:
@@ -253,74 +371,94 @@ def _made_bytes(var, eqn, reads: list[int], program: _Program) -> int:
     return size
 
 
-def _walk(program: _Program, owned: set[int]) -> int:
-    """Peak of the bytes alive, `owned` inputs included (they may be written over), other inputs not."""
-    size, steps = program.size, program.steps
-    wanted = _materialised(program)
+def _walk(
+    program: _Program, heap: Heap, homes: dict[int, int], returns: dict[int, int], written: range = range(0)
+) -> None:
+    """Puts the buffers of a program on the heap, step by step.
+
+    Args:
+      homes: inputs whose buffer is on the heap already and may be written over when they die; other inputs have none here.
+      returns: outputs, by number, that end up in the buffer of such an input.
+      written: numbers of outputs that are written elsewhere at once, and needn't stay.
+    """
+    size, wanted = program.size, _materialised(program)
     made_from = _sources(program, wanted)
+    steps = _as_scheduled([step for step in program.steps if not wanted.isdisjoint(step.makes)], made_from)
 
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         for value in step.looks_at:
             for source in made_from[value]:
                 last[source] = number
-    for value in program.outputs:
+    back: dict[int, int] = {}  # a buffer that becomes an output, and the input whose place it goes to
+    for number, value in enumerate(program.outputs):
+        if number in written:
+            continue
         for source in made_from[value]:
             last[source] = len(steps)
+        if number in returns and len(made_from[value]) == 1:
+            back[next(iter(made_from[value]))] = returns[number]
 
-    mine = set(owned)
-    alive = sum(size[value] for value in owned)
-    peak = alive
+    place = dict(homes)
     for number, step in enumerate(steps):
         sources = {source for value in step.looks_at for source in made_from[value]}
-        dying = {source for source in sources if source in mine and last[source] == number}
-        made = [value for value in step.makes if value in wanted and value not in mine]
-        carried = {source for value in _carried(step) for source in made_from[value]} if step.name in _LOOPS else set()
-        inner, reused = _inside(step, program, dying, dying & carried, made)
-        peak = max(peak, alive + inner)
-        alive += sum(size[value] for value in made) - reused
-        mine.update(made)
-        freed = sum(size[value] for value in dying) - reused
-        alive -= freed
-        mine -= dying
-        for value in made:  # never read
-            if value not in last:
-                alive -= size[value]
-                mine.discard(value)
-        peak = max(peak, alive)
-    return peak
+        dying = {source for source in sources if source in place and last[source] == number}
+        made = sorted((value for value in step.makes if value in wanted and value not in place), key=lambda v: -size[v])
+        free = sorted(_overwritable(step, dying, made_from), key=lambda v: -size[v])
+        for value in made:
+            home = back.get(value)
+            if free and size[free[0]] >= size[value]:
+                place[value] = place[free.pop(0)]
+            elif home is not None and last.get(home, -1) < number and size[home] == size[value]:
+                place[value] = homes[home]
+            else:
+                place[value] = heap.add(size[value])
+        if step.name in _LOOPS:
+            _loop(step, program, heap, place)
+        elif step.name == "cond":
+            for branch in step.params["branches"]:
+                _branch(branch, step, program, heap, [place[value] for value in step.makes])
+        heap.now += 1
+        for value in (*dying, *(value for value in made if value not in last)):
+            heap.hold(place.pop(value))
+    for buffer in place.values():
+        heap.hold(buffer)
 
 
-def _inside(step: _Step, program: _Program, dying: set[int], carried: set[int], made: list[int]) -> tuple[int, int]:
-    """Extra bytes while `step` runs (what it makes included), and how many bytes of dying operands it writes over.
+def _as_scheduled(steps: list[_Step], made_from: dict[int, frozenset[int]]) -> list[_Step]:
+    """The order of XLA on the CPU: a step runs as soon as its operands are there, first come, first served.
 
-    `carried`: those of the dying that a loop carries on.
+    So what is recomputed for a backward, and needs nothing of what comes back, is there long before.
     """
-    size = program.size
-    out = sum(size[value] for value in made)
+    maker = {value: number for number, step in enumerate(steps) for value in step.makes}
+    readers: list[list[int]] = [[] for _ in steps]
+    missing = []
+    for number, step in enumerate(steps):
+        needs = {maker[source] for value in step.looks_at for source in made_from[value] if source in maker} - {number}
+        missing.append(len(needs))
+        for other in needs:
+            readers[other].append(number)
+    ready = collections.deque(number for number, count in enumerate(missing) if not count)
+    order = []
+    while ready:
+        order.append(number := ready.popleft())
+        for reader in readers[number]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return [steps[number] for number in order]
+
+
+def _overwritable(step: _Step, dying: set[int], made_from: dict[int, frozenset[int]]) -> set[int]:
+    """Those of the dying operands that a step writes its results over: a loop, those that it carries."""
     if step.name in _LOOPS:
-        extra, carry = _loop(step, program)
-        reused = min(carry, sum(size[value] for value in carried))
-        return max(out, out - carry + extra) - reused, reused
-    if step.name == "cond":
-        return out + max((_branch(branch, step, program) for branch in step.params["branches"]), default=0), 0
-    if step.name in _FUSED or step.name in ("dynamic_update_slice", "swap", "addupdate", "scatter", "scatter-add"):
-        reused, free = 0, sorted((size[value] for value in dying), reverse=True)
-        for value in sorted(made, key=lambda value: -size[value]):
-            if free and free[0] >= size[value]:
-                free.pop(0)
-                reused += size[value]
-        return out - reused, reused
-    return out, 0
+        loop = _Loop.of(step)
+        return dying & {source for number in loop.changing for source in made_from[loop.reads[number]]}
+    return dying if step.name in _FUSED | _IN_PLACE else set()
 
 
-def _carried(step: _Step) -> list[int]:
-    loop = _Loop.of(step)
-    return [loop.reads[number] for number in loop.changing]
-
-
-def _loop(step: _Step, program: _Program) -> tuple[int, int]:
-    """Peak inside one turn, its carry included, and the bytes of the carry."""
+def _loop(step: _Step, program: _Program, heap: Heap, place: dict[int, int]) -> None:
+    """One turn of a loop. What is carried and updated in place is one buffer, that of the result."""
     loop = _Loop.of(step)
     sizes = []
     for number, var in enumerate(loop.body.invars):
@@ -328,15 +466,16 @@ def _loop(step: _Step, program: _Program) -> tuple[int, int]:
         whole = _aval_bytes(var.aval)
         sizes.append(min(known, whole) if known else whole)
     opened = _open(loop.body, sizes)
-    carry = {opened.inputs[number] for number in loop.changing}
-    # A carry that is updated in place is one buffer.
-    return _walk(opened, carry), sum(opened.size[value] for value in carry)
+    homes = {opened.inputs[number]: place[value] for number, value in zip(loop.changing, step.makes)}
+    returns = {number - loop.consts: opened.inputs[number] for number in loop.changing}
+    _walk(opened, heap, homes, returns, range(loop.count, len(opened.outputs)))
 
 
-def _branch(branch, step: _Step, program: _Program) -> int:
+def _branch(branch, step: _Step, program: _Program, heap: Heap, results: list[int]) -> None:
+    """One branch of a condition; it makes its outputs where the results of the condition are."""
     sizes = [program.size[value] or _aval_bytes(var.aval) for value, var in zip(step.reads[1:], branch.jaxpr.invars)]
     opened = _open(branch.jaxpr, sizes)
-    return max(_walk(opened, set()) - sum(opened.size[value] for value in set(opened.outputs)), 0)
+    _walk(opened, heap, dict(zip(opened.outputs, results)), {})
 
 
 def _materialised(program: _Program) -> set[int]:
