@@ -271,6 +271,8 @@ def test_the_report_says_what_does_not_fit():
         (["mesh.tensor=3"], "does not divide over tensor=3"),
         (["--mesh", "experts=8"], "--mesh: 'experts=8' is not axis=devices"),
         (["--mesh", "expert=8,data=x"], "'data=x' is not axis=devices"),
+        (["--mesh", "data=2,expert=2,data=4"], "--mesh: data is given twice, as 2 and as 4"),
+        (["--mesh", "expert=８"], "'expert=８' is not axis=devices"),
         (["--gpu", "H300"], "--gpu: 'H300' is not known: expected some of H200, B200, GB200, GB300"),
         (["--mesh", "data=5"], "rows of a micro-batch (B) = 16 does not divide over data=5: 1, 2, 4, 8 would fit"),
         (["--mesh", "tensor=3"], "does not divide over tensor=3"),

@@ -137,15 +137,17 @@ def _mesh_sizes(given: MeshConfig, text: str | None) -> dict[str, int]:
     if text is None:
         sizes = {axis: 1 if (size := getattr(given, axis)) == -1 else size for axis in AXES}
         return resolve_axes(MeshConfig(**sizes), math.prod(sizes.values()))
-    sizes = dict.fromkeys(AXES, 1)
+    given_sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
-        if axis not in sizes or not equals or not size.isdecimal() or int(size) < 1:
+        if axis not in AXES or not equals or not (size.isascii() and size.isdecimal()) or int(size) < 1:
             raise ConfigError(
                 f"--mesh: {part!r} is not axis=devices: expected numbers for some of {', '.join(AXES)}, such as data=9,expert=8"
             )
-        sizes[axis] = int(size)
-    return sizes
+        if axis in given_sizes:
+            raise ConfigError(f"--mesh: {axis} is given twice, as {given_sizes[axis]} and as {size}")
+        given_sizes[axis] = int(size)
+    return dict.fromkeys(AXES, 1) | given_sizes
 
 
 def _spare(config: Config, mesh: Mesh) -> str:
