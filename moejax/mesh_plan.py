@@ -3,7 +3,8 @@
   one GPU, one node, any number of devices   `config_mesh`: the sizes of `mesh` in the config, one of them -1
   NVL72 racks                                `nvl72_mesh`: the expert axis inside a rack; spares, or other axes, fill it
 
-Letters: E experts, D model width, N query heads, C key/value heads, V vocabulary, L sequence, B rows of a micro-batch.
+Letters: E experts, D model width, N query heads, C key/value heads, H width of a head, V vocabulary, L sequence, B rows of a
+micro-batch.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 from jax.sharding import AxisType
 
 from moejax.config import Config, MeshConfig
-from moejax.mesh import make_mesh, resolve_axes
+from moejax.mesh import AXES, make_mesh, resolve_axes
 
 RACK = 72  # GPUs of one NVLink domain in a GB200/GB300 NVL72
 _MX_BLOCK = 32  # MX copies are made from a device's own shard of D, in blocks of 32
@@ -44,11 +45,16 @@ def splits(config: Config) -> list[Split]:
         Split("model.d_model (D)", model.d_model, ("fsdp",), unit),
         Split("model.num_heads (N)", model.num_heads, ("tensor",)),
         Split("model.num_kv_heads (C)", model.num_kv_heads, ("tensor",), shared=True),
+        # Devices that share a head still hold equal parts of its weights.
+        Split("num_kv_heads x head_dim (C H)", model.num_kv_heads * model.head_dim, ("tensor",)),
         Split("training.sequence_length (L)", training.sequence_length, ("context",)),
         Split("rows of a micro-batch (B)", rows, ("data", "fsdp", "expert")),
     ]
     if model.vocab_size is not None:
-        found.insert(4, Split("model.vocab_size (V)", model.vocab_size, ("tensor",)))
+        found.insert(5, Split("model.vocab_size (V)", model.vocab_size, ("tensor",)))
+    if moe.capacity_factor is not None:  # tokens that fill up a share would change what is dropped
+        tokens = rows * training.sequence_length
+        found.append(Split("tokens of a micro-batch (B L), with moe.capacity_factor,", tokens, AXES))
     return found
 
 
@@ -67,8 +73,9 @@ def check_axes(config: Config, sizes: Mapping[str, int]) -> None:
             continue
         over = " x ".join(f"{axis}={sizes[axis]}" for axis in split.axes if sizes[axis] > 1)
         shares_of = f" into multiples of {split.unit}" if split.unit > 1 else ""
-        fits = [n for n in range(1, split.size // split.unit + 1) if split.size % (n * split.unit) == 0]
-        near = ", ".join(map(str, [n for n in fits if n <= 2 * shares][-6:]))
+        most = min(split.size // split.unit, 2 * shares)
+        fits = [n for n in range(1, most + 1) if split.size % (n * split.unit) == 0]
+        near = ", ".join(map(str, fits[-6:]))
         wrong.append(f"{split.field} = {split.size} does not divide{shares_of} over {over}: {near} would fit")
     if wrong:
         text = " ".join(f"{name}={size}" for name, size in sizes.items())

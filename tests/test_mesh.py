@@ -1,5 +1,6 @@
 """Meshes from configs, the table of sharding rules, and racks of 72 GPUs."""
 
+import dataclasses
 import logging
 import os
 import re
@@ -247,7 +248,7 @@ def test_a_mesh_is_explained_by_what_it_splits(capsys):
         assert re.search(line, printed), line
     assert dict(config_mesh(config_of(), jax.devices()[:1]).shape)["data"] == 1  # one device: nothing to explain
     assert capsys.readouterr().out == ""
-    assert len(axes_table(config_of(), mesh.shape).splitlines()) == 8
+    assert len(axes_table(config_of(), mesh.shape).splitlines()) == 9
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,32 @@ def test_axes_that_do_not_divide_what_they_split_are_refused(recipe, mesh, messa
     sizes = dict.fromkeys(AXES, 1) | mesh
     with pytest.raises(ValueError, match=message):
         check_axes(config_of(recipe), sizes)
+
+
+def test_shared_key_value_heads_must_split_by_their_width():
+    """One head of 6 over 4 devices: none of them could hold a quarter."""
+    shape = ModelConfig(vocab_size=64, d_model=96, num_heads=4, num_kv_heads=1, head_dim=6)
+    sizes = dict.fromkeys(AXES, 1) | {"tensor": 4}
+    with pytest.raises(
+        ValueError, match=r"num_kv_heads x head_dim \(C H\) = 6 does not divide over tensor=4: 1, 2, 3, 6"
+    ):
+        check_axes(dataclasses.replace(config_of(), model=shape), sizes)
+    check_axes(dataclasses.replace(config_of(), model=dataclasses.replace(shape, head_dim=8)), sizes)
+
+
+def test_tokens_must_divide_where_a_capacity_counts_them():
+    config = config_of()
+    training = dataclasses.replace(config.training, global_batch=6, sequence_length=33)
+    config = dataclasses.replace(config, training=training)
+    sizes = dict.fromkeys(AXES, 1) | {"data": 3, "tensor": 2}
+    check_axes(config, sizes)
+    limited = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor="1.25"))
+    with pytest.raises(
+        ValueError, match=r"\(B L\), with moe.capacity_factor, = 99 does not divide over data=3 x tensor=2: 1, 3, "
+    ):
+        check_axes(limited, sizes)
+    even = dataclasses.replace(training, sequence_length=34)
+    check_axes(dataclasses.replace(limited, training=even), sizes)
 
 
 def test_spares_need_whole_racks():
