@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from moejax.config import BalanceConfig, RouterConfig
+from moejax.mesh import AXES
 from moejax.ops.balance import balance_loss
 from moejax.ops.routing import make_hash_table, route, router_logits
 from moejax.ops.spec import MoESpec
@@ -326,6 +327,20 @@ def test_forced_balance_spreads_slots_evenly_with_the_gates_weights(experts, top
     assert all(len(set(row)) == top_k for row in np.asarray(expert).reshape(-1, top_k))
     expected = [oracle.combine_weights(logits[b, t], expert[b, t], router) for b, t in np.ndindex(shape)]
     assert oracle.relative_norm(np.reshape(weight, (-1, top_k)), expected) < 1e-6
+
+
+def test_forced_balance_is_that_of_the_whole_batch_where_a_mesh_splits_it():
+    """Rows over data and expert, sequences over context: every device goes on where the one before it ended."""
+    router, experts = RouterConfig(top_k=2, forced_balance=True), 6
+    logits, _, _ = inputs(seed=8, shape=(12, 7 * 2), experts=experts)
+    spec = spec_of(router, experts)
+    mesh = jax.make_mesh((2, 1, 2, 2, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    rows = jax.P(("data", "fsdp", "expert"), "context")
+    with jax.set_mesh(mesh):
+        split = jax.jit(jax.shard_map(lambda piece: route(piece, None, spec)[1], in_specs=rows, out_specs=rows))(logits)
+    np.testing.assert_array_equal(split, route(logits, None, spec)[1])
+    counts = np.bincount(np.ravel(split), minlength=experts)
+    assert counts.tolist() == [12 * 14 * 2 // experts] * experts
 
 
 def test_router_logits_are_products_of_fp32_operands():

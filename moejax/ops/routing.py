@@ -9,6 +9,8 @@ Letters: B batch, L sequence, D model width, E experts, K experts per token, G g
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config import RouterConfig
+from moejax.mesh import RULES
 from moejax.ops.balance import RouterStats, check_select_bias, router_stats
 from moejax.ops.spec import SCHEDULE_NAME, MoESpec, check_router
 
@@ -100,7 +103,8 @@ def route(
             # Any finite stand-in gives distinct ids: top_k of a row with a NaN depends on the NaN's sign.
             chosen_BxLxK = _choose(jnp.where(broken_BxL[..., None], 0.0, select_BxLxE), router)
         if router.forced_balance:
-            chosen_BxLxK = jnp.zeros_like(chosen_BxLxK) + _spread(chosen_BxLxK.shape, spec.num_experts)
+            first, whole = _place_in_batch(chosen_BxLxK.shape[:-1])
+            chosen_BxLxK = jnp.zeros_like(chosen_BxLxK) + _spread(chosen_BxLxK.shape, spec.num_experts, first, whole)
         # Saved under remat: recomputed scores may differ in a last bit from the ones that chose. The barrier keeps XLA's
         # CPU backend from fusing the end of top_k into the counts, which redoes it per expert: 56 ms instead of 9.
         chosen_BxLxK = jax.lax.optimization_barrier(checkpoint_name(chosen_BxLxK, SCHEDULE_NAME))
@@ -186,13 +190,31 @@ def _look_up(token_BxL, hash_table_VxK, spec: MoESpec):
     return jnp.where(fine_BxL[..., None], chosen_BxLxK, jnp.arange(spec.top_k, dtype=jnp.int32)), ~fine_BxL
 
 
-def _spread(shape_BxLxK, experts: int):
-    """Experts that share all slots out evenly: counts differ by at most 1, and the experts of a token lie far apart."""
+def _place_in_batch(shape_BxL: tuple[int, ...]) -> tuple[Sequence[Any], Sequence[int]]:
+    """Where this device's piece of the batch begins, and the shape of the batch: inside a `shard_map` that splits it, else all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    first, whole = [], []
+    for size, name in zip(shape_BxL, ("batch", "sequence")):
+        rule = RULES[name]
+        axes = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis in mesh.manual_axes)
+        first.append(size * jax.lax.axis_index(axes) if axes else 0)
+        whole.append(size * math.prod(mesh.shape[axis] for axis in axes))
+    return first, whole
+
+
+def _spread(shape_BxLxK, experts: int, first: Sequence[Any] | None = None, whole: Sequence[int] | None = None):
+    """Experts that share all slots out evenly: counts differ by at most 1, and the experts of a token lie far apart.
+
+    Args:
+      first, whole: place of these tokens in an array of tokens that is shared out as a whole, and its shape.
+    """
     *lead, top_k = shape_BxLxK
+    first, whole = first or [0] * len(lead), whole or lead
     token_BxL = jnp.zeros(lead, jnp.int32)
     for axis in range(len(lead)):  # token index modulo E: the flat index itself could pass 2^31
-        step = math.prod(lead[axis + 1 :]) % experts
-        token_BxL += jax.lax.broadcasted_iota(jnp.int32, lead, axis) % experts * step
+        step = math.prod(whole[axis + 1 :]) % experts
+        index_BxL = first[axis] + jax.lax.broadcasted_iota(jnp.int32, lead, axis)
+        token_BxL += index_BxL % experts * step
     slot_BxLxK = token_BxL[..., None] % experts * top_k + jnp.arange(top_k, dtype=jnp.int32)
     # Consecutive slots are a permutation of the experts, `stride` apart: coprime to E, near E / K.
     stride = next(s for s in range(experts // top_k, experts + 2) if math.gcd(s, experts) == 1)
