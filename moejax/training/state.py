@@ -164,7 +164,11 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> Tra
 
 
 def create_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> TrainState:
-    """The first state, each leaf born in its own sharding; the same values on every mesh."""
+    """The first state, each leaf born in its own sharding; the same values on every mesh.
+
+    The random bits are the same; the normal distribution is made of them by a polynomial, which XLA on the CPU rounds by vector
+    or one by one as a shard's size asks. So an entry may differ in its last bit where shards aren't whole vectors (fsdp=4 of 20).
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     return jax.jit(make_init(config), out_shardings=shardings)()
 
