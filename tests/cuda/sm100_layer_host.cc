@@ -4,6 +4,8 @@
 
 #include <cstdio>
 #include <new>
+#include <set>
+#include <tuple>
 
 #include "host_launches.h"
 #include "isa/host/sm100_host.h"
@@ -16,10 +18,27 @@ using machine::Map;
 namespace {
 
 uint32_t seed = 0;
+int launches = 0, refused = -1;  // of this layer; the one that is refused, as an error of the driver would
 
-template <Kind kKind, class Config>
+// Every block's tile once: a list that was cut for other blocks computes some twice, which results show only where they are added to.
+template <class Config>
+Status check_tiles(Kind kind, const Sm100Batch<Map>& batch) {
+  std::set<std::tuple<int, int, int, int, int>> tiles;
+  for (int i = 0; i < *batch.num_tasks; ++i) {
+    for (int rank = 0; rank < Config::kBlocks; ++rank) {
+      const Task t = block_tile<Config>(batch.tasks[i], kind, static_cast<uint32_t>(rank));
+      if (!is_wgrad(kind) && t.rows <= 0 && rank > 0) continue;
+      if (!tiles.insert({t.expert, t.half, t.row0, t.m0, t.n0}).second) return {"kind " + std::to_string(kind) + ": a tile is computed twice"};
+    }
+  }
+  return {};
+}
+
+template <Kind kKind, bool kPlain, class Config>
 Status run_program(const Sm100Batch<Map>& batch, int max_tasks) {
+  if (++launches == refused) return {"launch " + std::to_string(launches) + " was refused"};
   if (max_tasks <= 0) return {};
+  if (Status status = check_tiles<Config>(kKind, batch); !status.ok()) return status;
   machine::Launch launch;
   launch.blocks = Config::kBlocks;
   launch.clusters = max_tasks;
@@ -27,28 +46,31 @@ Status run_program(const Sm100Batch<Map>& batch, int max_tasks) {
   launch.threads = Config::kThreads;
   launch.shared_bytes = Config::kSharedBytes;
   launch.seed = ++seed;
-  const std::string stopped = machine::run(launch, [&] { sm100_run_block<kKind, true, HostSm100, Config>(batch); });
+  const std::string stopped = machine::run(launch, [&] { sm100_run_block<kKind, kPlain, HostSm100, Config>(batch); });
   return stopped.empty() ? Status{} : Status{"machine, kind " + std::to_string(kKind) + ": " + stopped};
 }
 
-template <Kind kKind>
+template <Kind kKind, bool kPlain = true>
 Status run_kind(Sm100Tile tile, const Sm100Batch<Map>& batch, int max_tasks) {
-  if (!is_plain_swiglu(batch.args.act)) return {"this host has the programs of plain swiglu"};
   if (tile.mx) {
-    return tile.blocks == 1 ? run_program<kKind, Sm100Config<1, kSm100TileN, true, true>>(batch, max_tasks)
-                            : run_program<kKind, Sm100Config<2, kSm100TileN, true, true>>(batch, max_tasks);
+    return tile.blocks == 1 ? run_program<kKind, kPlain, Sm100Config<1, kSm100TileN, true, true>>(batch, max_tasks)
+                            : run_program<kKind, kPlain, Sm100Config<2, kSm100TileN, true, true>>(batch, max_tasks);
   }
-  return tile.blocks == 1 ? run_program<kKind, Sm100Config<1, kSm100TileN, false, true>>(batch, max_tasks)
-                          : run_program<kKind, Sm100Config<2, kSm100TileN, false, true>>(batch, max_tasks);
+  return tile.blocks == 1 ? run_program<kKind, kPlain, Sm100Config<1, kSm100TileN, false, true>>(batch, max_tasks)
+                          : run_program<kKind, kPlain, Sm100Config<2, kSm100TileN, false, true>>(batch, max_tasks);
+}
+template <Kind kKind>  // with an activation in its epilogue
+Status run_activated(Sm100Tile tile, const Sm100Batch<Map>& batch, int max_tasks) {
+  return is_plain_swiglu(batch.args.act) ? run_kind<kKind>(tile, batch, max_tasks) : run_kind<kKind, false>(tile, batch, max_tasks);
 }
 
 }  // namespace
 
 Status launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<Map>& batch, int max_tasks, cudaStream_t) {
   switch (kind) {
-    case kGateUp: return run_kind<kGateUp>(tile, batch, max_tasks);
+    case kGateUp: return run_activated<kGateUp>(tile, batch, max_tasks);
     case kDown: return run_kind<kDown>(tile, batch, max_tasks);
-    case kDgradDown: return run_kind<kDgradDown>(tile, batch, max_tasks);
+    case kDgradDown: return run_activated<kDgradDown>(tile, batch, max_tasks);
     case kDgradGateUp: return run_kind<kDgradGateUp>(tile, batch, max_tasks);
     case kWgradDown: return run_kind<kWgradDown>(tile, batch, max_tasks);
     default: return run_kind<kWgradGateUp>(tile, batch, max_tasks);
@@ -131,8 +153,10 @@ Weight prepare(Arena& arena, bool mx, const float* master, int64_t matrices, int
 
 }  // namespace
 
-// Forward and backward of one layer. Sizes: T, K, E, M, D, F. Returns 0, or 1 with a message.
-extern "C" int sm100_layer(const int64_t* sizes, int mx, int blocks, int recompute, int accumulate, uint32_t first_seed, const uint16_t* x_TxD,
+// Forward and backward of one layer. Sizes: T, K, E, M, D, F. Activation: alpha, beta, gamma, limit. `refused_launch`: the product whose
+// launch fails, from 1 on, or 0. Returns how many products were launched, or -1 less that number with a message.
+extern "C" int sm100_layer(const int64_t* sizes, const float* activation, int mx, int blocks, int recompute, int accumulate,
+                           int refused_launch, uint32_t first_seed, const uint16_t* x_TxD,
                            const float* weight_TxK, const uint16_t* dy_TxD, int32_t* count_E, int32_t* start_E, int32_t* row_TxK,
                            int32_t* slot_M, const float* w_gate_up, const float* w_down, uint16_t* y_TxD, uint16_t* dx_TxD,
                            float* d_weight_TxK, float* dw_gate_up, float* dw_down, char* message, int message_bytes) {
@@ -140,8 +164,14 @@ extern "C" int sm100_layer(const int64_t* sizes, int mx, int blocks, int recompu
   s.tokens = sizes[0], s.top_k = sizes[1], s.experts = sizes[2], s.rows = sizes[3], s.d_model = sizes[4], s.width = sizes[5];
   const Sm100Options options = {mx != 0, blocks};
   const Plan plan = {count_E, start_E, row_TxK, slot_M, nullptr};
-  const Activation act;
+  const Activation act = {activation[0], activation[1], activation[2], activation[3]};
   seed = first_seed;
+  launches = 0, refused = refused_launch;
+  Status status = sm100_check_shape(s, options);
+  if (!status.ok()) {
+    std::snprintf(message, static_cast<size_t>(message_bytes), "%s", status.message.c_str());
+    return -1;
+  }
   Arena arena;
   const size_t TD = static_cast<size_t>(s.tokens * s.d_model), EDF = static_cast<size_t>(s.experts * s.d_model * s.width);
   const Weight up = prepare(arena, options.mx, w_gate_up, 2 * s.experts, s.width, s.d_model);
@@ -154,8 +184,7 @@ extern "C" int sm100_layer(const int64_t* sizes, int mx, int blocks, int recompu
   float *dw_up = arena.put(dw_gate_up, 2 * EDF), *dw_d = arena.put(dw_down, EDF);
 
   using Layer = Sm100Layer<machine::Map>;
-  Status status = sm100_check_shape(s, options);
-  if (status.ok()) {
+  {
     Layer measure(s, act, options, plan, nullptr, nullptr);
     measure.take_forward();
     Layer layer(s, act, options, plan, arena.make<uint8_t>(measure.used()), nullptr);
@@ -172,5 +201,5 @@ extern "C" int sm100_layer(const int64_t* sizes, int mx, int blocks, int recompu
   std::memcpy(dx_TxD, dx, TD * sizeof(uint16_t));
   std::memcpy(dw_gate_up, dw_up, 2 * EDF * sizeof(float));
   std::memcpy(dw_down, dw_d, EDF * sizeof(float));
-  return status.ok() ? 0 : 1;
+  return status.ok() ? launches : -1 - launches;
 }
