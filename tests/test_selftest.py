@@ -3,8 +3,11 @@ that no GPU has run before."""
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
+import numpy as np
 import pytest
 
 import moejax
@@ -192,3 +195,233 @@ def test_only_blackwell_is_untried():
 def test_it_is_a_public_callable():
     with pytest.raises(ValueError, match="dense is the oracle"):
         moejax.selftest("dense")
+
+
+# --- what raises, hangs or is off by little ---------------------------------------------------------------------------------
+
+
+def cuda_error():
+    return jax.errors.JaxRuntimeError("INTERNAL: CUDA error: an illegal memory access was encountered")
+
+
+def test_kernel_that_raises_is_a_failed_case_with_pass_and_kernels(untried, monkeypatch, capsys):
+    def raises(*args, **kwargs):
+        raise cuda_error()
+
+    monkeypatch.setattr(experts_native, "ffn_forward", raises)
+    message = (
+        r"fp32, top_k 2, swiglu: backend native raised JaxRuntimeError: INTERNAL: CUDA error: an illegal memory access .*"
+        r".*in the forward \(.*gate_up, down.*\); restart the process.* Use moe\.backend=xla"
+    )
+    for _ in range(2):  # the verdict stays, without a second run
+        with pytest.raises(selftest.SelfTestError, match=message):
+            use_a_layer()
+    assert untried == ["fp32, top_k 2, swiglu"] and not selftest.cache_file().exists()
+    assert selftest.main([]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "failed  fp32, top_k 2, swiglu: backend native raised JaxRuntimeError" in printed
+        and "use moe.backend=xla" in printed
+    )
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_the_pass_that_raised_is_named(monkeypatch, stage):
+    small(monkeypatch, "fp32")
+    monkeypatch.setattr(selftest, "_REFERENCE", {"xla": "dense"})
+
+    def at_run_time(x):
+        def fails(_):
+            raise RuntimeError("illegal memory access")
+
+        return jax.pure_callback(fails, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    right = selftest.moe_ffn
+
+    @jax.custom_vjp
+    def broken(x):
+        return at_run_time(x) if stage == "forward" else x
+
+    broken.defvjp(lambda x: (broken(x), None), lambda _, g: (at_run_time(g) if stage == "backward" else g,))
+
+    def wrapped(x, weight, plan, experts, spec):
+        y = right(x, weight, plan, experts, spec)
+        return broken(y) if spec.backend == "xla" else y
+
+    monkeypatch.setattr(selftest, "moe_ffn", wrapped)
+    (outcome,) = selftest.selftest("xla", raise_on_failure=False)
+    assert outcome.state == "failed" and outcome.raised
+    assert "backend xla raised" in outcome.detail and "illegal memory access" in outcome.detail
+    assert f"in the {stage} ({selftest._STAGES[stage]})" in outcome.detail
+
+
+def test_after_a_case_that_raised_on_a_gpu_nothing_else_runs(monkeypatch):
+    runs = []
+
+    def run_case(case):
+        runs.append(case.name)
+        return selftest.Outcome(case.name, "failed" if len(runs) == 2 else "ok", "", raised=len(runs) == 2)
+
+    monkeypatch.setattr(selftest, "_run_case", run_case)
+    monkeypatch.setattr(selftest.jax, "default_backend", lambda: "gpu")
+    seen = []
+    outcomes = selftest.selftest(raise_on_failure=False, report=seen.append)
+    assert len(runs) == 2 and seen == outcomes
+    assert [o.state for o in outcomes] == ["ok", "failed"] + ["skipped"] * (len(outcomes) - 2)
+    assert outcomes[-1].detail == f"{runs[1]} has raised"
+
+
+def test_whatever_else_ends_the_test_is_a_verdict_too(untried, monkeypatch):
+    def raises(backend):
+        raise cuda_error()
+
+    monkeypatch.setattr(selftest, "cases", raises)
+    for _ in range(2):
+        with pytest.raises(
+            selftest.SelfTestError, match=r"ended with JaxRuntimeError: .*illegal.* Use moe\.backend=xla"
+        ):
+            selftest.first_use()
+    assert not selftest.cache_file().exists()
+
+
+def test_lines_are_printed_as_cases_end(monkeypatch, capsys):
+    printed = []
+
+    def run_case(case):
+        printed.append(capsys.readouterr().out)
+        return selftest.Outcome(case.name, "ok", "fine")
+
+    monkeypatch.setattr(selftest, "_run_case", run_case)
+    assert selftest.main([]) == 0
+    names = [case.name for case in selftest.cases("native")]
+    assert printed[1:] == [f"ok      {name}: fine\n" for name in names[:-1]]
+
+
+def test_no_case_that_ran_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "_run_case", lambda case: selftest.Outcome(case.name, "skipped", "a rule"))
+    assert selftest.main([]) == 1
+    assert "0 ok, 0 failed, 16 skipped" in capsys.readouterr().out
+
+
+def test_a_case_that_hangs_ends_the_process_by_name():
+    program = (
+        "import time; from moejax import selftest as s; s.CASE_SECONDS = 0.3;"
+        "s._run_case = lambda case: time.sleep(60); s.selftest()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 3
+    assert "fp32, top_k 1, swiglu has not ended after 0.3 s: a kernel hangs. Use moe.backend=xla" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Results of `xla` in BF16 and MXFP8 on the small shape, which the reference for `native` is."""
+
+    def of(recipe):
+        (case,) = (c for c in selftest.cases("native") if c.name == f"{recipe}, top_k 2, swiglu")
+        spec = case.spec.replace(backend="xla", mx_mode="exact")
+        return dataclasses.replace(case, spec=case.spec), selftest._gradients(selftest._problem(case), spec)
+
+    return {recipe: of(recipe) for recipe in ("bf16", "mxfp8 exact")}
+
+
+def judge(monkeypatch, case, wanted, got):
+    monkeypatch.setattr(selftest, "resolve_backend", lambda spec: None)
+    monkeypatch.setattr(selftest, "_dirty_memory", lambda: None)
+    monkeypatch.setattr(selftest, "_gradients", lambda problem, spec: wanted if spec.backend == "xla" else got)
+    return selftest._run_case(case)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8 exact"])
+@pytest.mark.parametrize("array", selftest._PRODUCTS)
+@pytest.mark.parametrize("change", ["zero", "two swapped", "a row of the next one", "Inf"])
+def test_few_wrong_elements_of_any_array_are_noticed(monkeypatch, results, recipe, array, change):
+    case, wanted = results[recipe]
+    assert judge(monkeypatch, case, wanted, dict(wanted)).state == "ok"
+    wrong = wanted[array].copy()
+    rows = wrong.reshape(-1, wrong.shape[-1])  # a view
+    row = int(np.flatnonzero(np.abs(rows).sum(1))[11])
+    few = np.argsort(-np.abs(rows[row]))[
+        : rows.shape[1] // 2 or 1
+    ]  # typical elements of one row, and none of the others
+    if change == "zero":
+        rows[row, few[-4:]] = 0
+    elif change == "two swapped":
+        rows[row, few[:2]] = rows[row, few[:2]][::-1] if len(few) > 1 else -rows[row, few]
+        rows[row, few[0]] *= 0.5
+    elif change == "Inf":
+        rows[row, few[0]] = np.inf
+    else:
+        rows[row] = rows[row + 1]
+    outcome = judge(monkeypatch, case, wanted, {**wanted, array: wrong})
+    assert outcome.state == "failed" and outcome.detail.startswith(
+        f"{array} (of {selftest._PRODUCTS[array]}) is off"
+    ), outcome
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8 exact"])
+def test_what_one_expert_gets_wrong_is_noticed(monkeypatch, results, recipe):
+    case, wanted = results[recipe]
+    for array in ("dw_gate_up", "dw_down"):
+        assert not wanted[array][1].any()  # no token
+        for expert, wrong in ((1, 1e-30), (3, wanted[array][3] * 1.05), (4, wanted[array][4] * 1.05)):
+            got = wanted[array].copy()
+            got[expert] = wrong
+            outcome = judge(monkeypatch, case, wanted, {**wanted, array: got})
+            assert outcome.state == "failed" and f"{array} (of" in outcome.detail
+
+
+# --- the record of what has passed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a GPU":',
+        "[]",
+        "\x00\xff",
+        *(
+            json.dumps({"a GPU; driver 1; build 2": entry})
+            for entry in (
+                True,
+                None,
+                {},
+                {"date": "2026-11-30"},
+                {"date": "2026-11-30", "cases": 0},
+                {"date": "2026-11-30", "cases": True},
+                {"date": "2026-11-30", "cases": "12"},
+                {"date": "soon", "cases": 12},
+                {"date": 5, "cases": 12},
+                {"date": "2026-11-30", "cases": 12, "failed": 1},
+            )
+        ),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_record_that_is_not_ours_is_no_verdict(monkeypatch, tmp_path, caplog, text):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = selftest.cache_file()
+    path.parent.mkdir()
+    path.write_bytes(text.encode("latin-1"))
+    assert selftest._passed() == {} and "ignored" in caplog.text
+
+
+def test_a_record_keeps_its_other_entries(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert selftest._passed() == {}  # none yet
+    good = {"date": "2026-11-30", "cases": 12}
+    selftest.cache_file().parent.mkdir()
+    selftest.cache_file().write_text(json.dumps({"a": good, "b": 1}))
+    assert selftest._passed() == {"a": good}
+
+
+def test_a_user_without_a_home_has_no_record_and_no_error(monkeypatch, caplog):
+    def no_home(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(selftest.pathlib.Path, "expanduser", no_home)
+    monkeypatch.setattr(selftest, "selftest", lambda **_: [selftest.Outcome("a", "ok", "")])
+    assert selftest._verdict("a GPU") is None
+    assert caplog.text.count("no place for a cache") == 2 and "will run again next time" in caplog.text
