@@ -48,7 +48,8 @@ def first_run(tmp_path):
         stub(stubs / "make", fails("module"))
         stub(
             venv / "python",
-            f'{LAYER}\n[ "$JAX_PLATFORMS" = cuda,cpu ] || exit 4\n[ "$2" = moejax.info ] && {{ {fails("info")}; exit 0; }}\n{fails("selftest")}',
+            f'{LAYER}\n[ "$JAX_PLATFORMS" = cuda,cpu ] || exit 4\n'
+            f'[ "$2" = moejax.info ] && {{ {fails("info")}; exit 0; }}\n{fails("selftest")}',
         )
         for name in without:
             (stubs / name).unlink()
