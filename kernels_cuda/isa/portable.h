@@ -34,7 +34,7 @@ MOE_HOST_FN constexpr uint32_t panel_offset(uint32_t row, uint32_t chunk) {
 }
 
 // wgmma shared-memory descriptor, 128-byte swizzle. Fields: [0,14) address >> 4, [16,30) leading offset >> 4,
-// [32,46) stride offset >> 4, [62,64) layout, 1 = 128-byte swizzle. (PTX ISA, "Matrix descriptor"; hopper.md names the fields.)
+// [32,46) stride offset >> 4, [62,64) layout, 1 = 128-byte swizzle. (PTX ISA, "Matrix descriptor".)
 MOE_HOST_FN constexpr uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
   return static_cast<uint64_t>((address >> 4) & 0x3FFFu) | (static_cast<uint64_t>((leading_bytes >> 4) & 0x3FFFu) << 16) |
          (static_cast<uint64_t>((stride_bytes >> 4) & 0x3FFFu) << 32) | (static_cast<uint64_t>(1) << 62);
