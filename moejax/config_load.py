@@ -44,8 +44,12 @@ def load(path: str | pathlib.Path | None = None, overrides: Sequence[str] = ()) 
         fields that contradict each other.
     """
     from_file = {} if path is None else _read_yaml(pathlib.Path(path), "config")
-    from_user = _merge(from_file, _parse_overrides(overrides))
-    values = _merge(_read_preset(from_user), from_user)
+    from_line = _parse_overrides(overrides)
+    from_user = _merge(from_file, from_line)
+    preset = _read_preset(from_user)
+    if from_user.get("preset") != from_file.get("preset"):
+        _refuse_hidden_preset(_merge(preset, from_line), from_user, path)
+    values = _merge(preset, from_user)
     if values.get("run_dir") is None:
         values["run_dir"] = f"runs/{pathlib.Path(path).stem if path is not None else 'default'}"
     return config_from_dict(values)
@@ -186,6 +190,19 @@ def _read_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     if extra := preset.keys() - {"model", "moe"}:
         raise ConfigError(f"preset {name}: holds {', '.join(sorted(extra))}; a preset may only set model and moe")
     return preset
+
+
+def _refuse_hidden_preset(asked: Mapping[str, Any], values: Mapping[str, Any], path: str | pathlib.Path | None) -> None:
+    """A file wins over a preset. Where the file does not name it, that would leave a run with neither's sizes."""
+    wanted, own = _flatten(asked), _flatten(values)
+    hidden = [key for key in sorted(wanted.keys() & own.keys()) if wanted[key] != own[key]]
+    if hidden:
+        shown = ", ".join(f"{key} {json.dumps(own[key])} for {json.dumps(wanted[key])}" for key in hidden[:3])
+        raise ConfigError(
+            f"preset: {values['preset']} was asked for, but {path} has {len(hidden)} of its values itself, and a file wins "
+            f"over a preset ({shown}{', ...' if len(hidden) > 3 else ''}); take them out of the file, or name the preset there if "
+            "the mixture is meant"
+        )
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,15 @@ def test_overrides_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     assert config.training == Config().training
 
 
-def test_a_preset_named_on_the_command_line_lies_below_the_file(tmp_path):
-    config = load(write(tmp_path, "model: {num_layers: 5}\n"), ["preset=mixtral-8x7b"])
-    assert (config.model.num_layers, config.moe.expert_width, config.preset) == (5, 14336, "mixtral-8x7b")
+def test_a_preset_named_on_the_command_line_is_refused_where_the_file_would_hide_it(tmp_path):
+    own = write(tmp_path, "model: {num_layers: 5, d_model: 4096}\ntraining: {steps: 7}\n")  # d_model is the preset's
+    message = refused(own, ["preset=mixtral-8x7b"])
+    assert f"{own} has 1 of its values itself" in message and "model.num_layers 5 for 32" in message
+    named = write(tmp_path, "preset: mixtral-8x7b\nmodel: {num_layers: 5}\n", "named.yaml")
+    config = load(named, ["preset=mixtral-8x7b"])
+    assert (config.model.num_layers, config.moe.expert_width) == (5, 14336)
+    config = load(own, ["preset=mixtral-8x7b", "model.num_layers=5"])
+    assert (config.model.num_layers, config.moe.expert_width, config.training.steps) == (5, 14336, 7)
 
 
 def test_presets_are_found_beside_the_users_own_model(tmp_path, monkeypatch):
