@@ -10,19 +10,17 @@ program. All of them run in turn in one process, so the ratios hold even where t
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import os
 import pathlib
 import platform
-import subprocess
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import result_lines
 from moejax.config import RouterConfig
 from moejax.ops.moe import moe_ffn, prepare_experts, resolve_backend
 from moejax.ops.schedule import schedule
@@ -183,14 +181,12 @@ def measure(built: dict[str, dict], iterations: int, slow_iterations: int) -> di
 
 def records(medians: dict, recipe: str, shape: Shape, notes: str) -> list[dict]:
     """One dict per implementation and pass, with the two ratios."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     ragged = next(impl for impl in medians if "ragged" in impl)
     useful = shape.T * shape.K * shape.D * shape.F
     flops = {"forward": 6 * useful, "backward": 12 * useful, "step": 18 * useful}
     return [
         {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit.strip() or "unknown",
+            **result_lines.stamp(),
             "gpu": None,
             "versions": {"python": platform.python_version(), "jax": jax.__version__},
             "bench": "cpu_moe",
@@ -223,7 +219,6 @@ def main() -> None:
     args = parser.parse_args()
 
     path = pathlib.Path(__file__).parent / "results" / args.machine / "cpu_moe.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     print(f"{'shape':20} {'implementation':24} {'pass':9} {'ms':>9} {'x ragged_dot':>13} {'of dense':>9}")
     for shape in SHAPES[: args.shapes]:
         load = os.getloadavg()[0]
@@ -233,9 +228,8 @@ def main() -> None:
             f"of {args.iterations} ({args.slow_iterations} for ragged_dot); peers on sorted rows, without dispatch"
         )
         lines = records(medians, args.recipe, shape, notes)
-        with path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
         for line in lines:
+            result_lines.append(path, line)
             ratios = f"{line['ratio_to_ragged_dot']:12.1f}x {line['share_of_dense']:9.0%}"
             print(f"{line['shape']:20} {line['impl']:24} {line['pass']:9} {line['ms']:9.2f} {ratios}", flush=True)
         print(notes)

@@ -10,13 +10,9 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import argparse
-import contextlib
-import datetime
-import json
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 import traceback
 
@@ -25,6 +21,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
 import c_api
 import gpu_peers
+import result_lines
 
 OURS = "moejax-native"
 MAX_ERROR = 5e-2  # BF16 layers are within 1e-2 of FP32
@@ -165,10 +162,7 @@ def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: 
             "bytes": None, "gbps": None, "notes": NOTES.get(kind, "") + notes,
         }  # fmt: skip
         print(f"{base['shape']:24s} {impl:32s} {kind:20s} {ms:9.3f} ms {tflops:7.1f} TFLOP/s", flush=True)
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as f:
-                f.write(json.dumps(line) + "\n")
+        result_lines.append(path, line)
 
 
 def measure(name: str, args: argparse.Namespace, base: dict, dense: float) -> None:
@@ -201,19 +195,12 @@ def main() -> None:
         "--ways", default="", help=f"how ours runs its products, as gate_up=gathered,...: {', '.join(c_api.WAYS)}"
     )
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
-    parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
-    parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
+    result_lines.add_arguments(parser)
     args = parser.parse_args()
-    commit = args.commit
-    if not commit:
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip()
     dense = dense_tflops()
     print(f"dense cuBLAS 8192^3 BF16: {dense:.0f} TFLOP/s", flush=True)
     base = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, "gpu": torch.cuda.get_device_name(),
+        **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
     for name in args.shapes.split(","):

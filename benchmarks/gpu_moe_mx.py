@@ -9,13 +9,9 @@ forward and twice that backward.
 """
 
 import argparse
-import contextlib
-import datetime
-import json
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import torch
@@ -26,6 +22,7 @@ import c_api
 import gpu_moe
 import gpu_peers
 import mx_c_api
+import result_lines
 from gpu_moe import SHAPES, Problem, dense_tflops, median_ms
 
 VARIANTS = {
@@ -110,20 +107,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peers", action="store_true", help="also time torch._grouped_mm, in BF16")
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
-    parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
-    parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
+    result_lines.add_arguments(parser)
     args = parser.parse_args()
-    commit = args.commit
-    if not commit:
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip()
     dense = dense_tflops()
     print(f"dense cuBLAS 8192^3 BF16: {dense:.0f} TFLOP/s", flush=True)
     base = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
+        **result_lines.stamp(args.commit),
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "bench": "moe_layer",
@@ -183,10 +172,7 @@ def main() -> None:
                 "notes": notes,
             }
             print(f"{name:22s} {line['impl']:34s} {kind:9s} {ms:9.3f} ms {tflops or 0:7.1f} TFLOP/s", flush=True)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with args.out.open("a") as f:
-                    f.write(json.dumps(line) + "\n")
+            result_lines.append(args.out, line)
         del p
         torch.cuda.empty_cache()
 

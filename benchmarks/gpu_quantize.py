@@ -9,18 +9,15 @@ docs/benchmarks.md.
 """
 
 import argparse
-import contextlib
-import datetime
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
 import mx_c_api
+import result_lines
 from mx_c_api import Output
 
 FORMS = {
@@ -67,15 +64,8 @@ def bytes_of(out: Output) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
-    parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
+    result_lines.add_arguments(parser)
     args = parser.parse_args()
-    commit = args.commit
-    if not commit:
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip()
     lib = mx_c_api.load()
     first_copy = copy_tbps(args.iterations)
     lines = []
@@ -99,28 +89,24 @@ def main() -> None:
     for name, dtype, ms, moved in lines:
         tbps = moved / ms / 1e9
         print(f"{name:28s} {dtype:9s} {ms:8.4f} ms {tbps:5.2f} TB/s {tbps / best_copy:6.1%} of copy", flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            line = {
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "commit": commit,
-                "gpu": torch.cuda.get_device_name(),
-                "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-                "bench": "quantize",
-                "shape": "x".join(map(str, SHAPE)),
-                "recipe": "mxfp8",
-                "impl": "moejax-native",
-                "pass": name,
-                "ranks": 1,
-                "tokens": SHAPE[1],
-                "ms": round(ms, 4),
-                "tflops": None,
-                "bytes": moved,
-                "gbps": round(1000 * tbps, 1),
-                "notes": f"{dtype} source; copy {best_copy:.3f} TB/s in the same run, share {tbps / best_copy:.3f}",
-            }
-            with args.out.open("a") as f:
-                f.write(json.dumps(line) + "\n")
+        line = {
+            **result_lines.stamp(args.commit),
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+            "bench": "quantize",
+            "shape": "x".join(map(str, SHAPE)),
+            "recipe": "mxfp8",
+            "impl": "moejax-native",
+            "pass": name,
+            "ranks": 1,
+            "tokens": SHAPE[1],
+            "ms": round(ms, 4),
+            "tflops": None,
+            "bytes": moved,
+            "gbps": round(1000 * tbps, 1),
+            "notes": f"{dtype} source; copy {best_copy:.3f} TB/s in the same run, share {tbps / best_copy:.3f}",
+        }
+        result_lines.append(args.out, line)
 
 
 if __name__ == "__main__":

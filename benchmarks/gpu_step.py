@@ -10,8 +10,6 @@ another process, without CUDA graphs, in which XLA says for every kernel what pa
 """
 
 import argparse
-import contextlib
-import datetime
 import json
 import os
 import pathlib
@@ -24,6 +22,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks import result_lines  # noqa: E402
 
 BASE = ROOT / "benchmarks" / "qwen3-30b-a3b-4layers.yaml"
 
@@ -46,8 +45,7 @@ def main() -> None:
         "--xla-iterations", type=int, default=5, help="of backend xla, whose steps take many times as long"
     )
     parser.add_argument("--set", nargs="*", default=[], help="config fields to change, dotted")
-    parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
-    parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
+    result_lines.add_arguments(parser)
     parser.add_argument("--kernels", type=int, default=0, help="also print the slowest kernels of each part")
     parser.add_argument("--no-profile", action="store_true", help="leave out the split")
     parser.add_argument("--child", choices=("time", "profile"), help=argparse.SUPPRESS)
@@ -55,12 +53,6 @@ def main() -> None:
     if args.child:
         print("RESULT " + json.dumps(measure(args)), flush=True)
         return
-    commit = args.commit
-    if not commit:
-        with contextlib.suppress(OSError):
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip()
     for impl in args.impl.split(","):
         iterations = args.xla_iterations if impl == "xla" else args.iterations
         try:
@@ -70,11 +62,7 @@ def main() -> None:
         except RuntimeError as error:
             print(f"{impl}: {error}", flush=True)
             continue
-        line = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit, **result}
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        result_lines.append(args.out, result_lines.stamp(args.commit) | result)
 
 
 def _run_child(args, impl: str, iterations: int, child: str) -> dict:

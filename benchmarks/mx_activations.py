@@ -14,9 +14,7 @@ Errors are relative norms, the worst expert's for gradients of weights, against
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import json
 import pathlib
 from typing import Any
 
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moejax.nn.moe
+from benchmarks import result_lines
 from moejax.checkpoint import Checkpoints
 from moejax.config_load import config_from_dict
 from moejax.data import heldout_batches, open_dataset
@@ -143,8 +142,7 @@ def main() -> None:
     parser.add_argument("run", type=pathlib.Path)
     parser.add_argument("--rows", type=int, default=8, help="sequences of the batch")
     parser.add_argument("--layers", type=int, nargs="+", help="expert layers, from 0; default: first, middle, last")
-    parser.add_argument("--out", type=pathlib.Path, help="append JSON lines here")
-    parser.add_argument("--commit", default="unknown")
+    result_lines.add_arguments(parser)
     args = parser.parse_args()
     config, dataset, model = load_model(args.run)
     batch = {name: leaf[: args.rows] for name, leaf in next(heldout_batches(dataset, config)).items()}
@@ -166,21 +164,17 @@ def main() -> None:
         print(f"\nlayer {number:2d}{'':22s}" + "".join(f"{name:>12s}" for name in NAMES))
         for title, row in errors.items():
             print(f"  {title:30s}" + "".join(f"{row[name]:12.2e}" for name in NAMES), flush=True)
-        if args.out:
-            line = {
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "commit": args.commit,
-                "gpu": jax.devices()[0].device_kind,
-                "versions": {"jax": jax.__version__},
-                "bench": "mx_activations",
-                "run": args.run.name,
-                "layer": number,
-                "tokens": int(batch["token"].size),
-                "errors": errors,
-            }
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        line = {
+            **result_lines.stamp(args.commit),
+            "gpu": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__},
+            "bench": "mx_activations",
+            "run": args.run.name,
+            "layer": number,
+            "tokens": int(batch["token"].size),
+            "errors": errors,
+        }
+        result_lines.append(args.out, line)
 
 
 if __name__ == "__main__":
