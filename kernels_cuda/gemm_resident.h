@@ -19,6 +19,8 @@ struct ResidentConfig {
   static constexpr int kTileN = kColumns;
   static constexpr int kStripTiles = kSplit ? 32 : 16;
   static constexpr int kBlockK = 64;
+  static constexpr bool kOnlyKMajor = false;
+  static constexpr bool kKeepRows = kSplit;  // L2 is asked to keep operand A
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -65,8 +67,8 @@ struct Strip {
   template <class Arguments>
   MOE_FN Strip(const Task& of, Kind kind, uint32_t rank, const Arguments& args)
       : task(block_tile<Config>(of, kind, rank)),
-        k_blocks((of.rows + 63) / 64),
-        matrix_tiles((args.m_extent + Config::kTileM - 1) / Config::kTileM),
+        k_blocks(div_up(of.rows, Config::kBlockK)),
+        matrix_tiles(div_up(args.m_extent, Config::kTileM)),
         resident(k_blocks <= Config::Columns::kStages) {
     const int left = (kind == kWgradGateUp ? 2 : 1) * matrix_tiles - of.m0 / Config::kTileM;
     tiles = left < Config::kStripTiles ? left : Config::kStripTiles;
@@ -80,10 +82,20 @@ struct Strip {
   }
 };
 
+// What comes with a K block of either operand, beside it: nothing. Bytes of this block; load: to be counted on the ring's full barrier.
+struct NoStripScales {
+  static constexpr uint32_t kRowBytes = 0;
+  MOE_FN uint32_t column_bytes() const { return 0; }
+  template <class Rows>
+  MOE_FN void load_rows(const Task&, int, const Rows&) const {}
+  template <class Columns>
+  MOE_FN void load_columns(int, const Columns&) const {}
+};
+
 // Producer, one strip.
-template <Kind kKind, class Isa, class Config, class Arguments>
+template <Kind kKind, class Isa, class Config, class Arguments, class Scales>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
-                       Ring<Isa, typename Config::Columns>& columns) {
+                       Ring<Isa, typename Config::Columns>& columns, Scales scales) {
   const Strip<Config> strip(task, kKind, rank, args);
   wait_ready<Isa>(task, args);
   MOE_NO_UNROLL
@@ -91,24 +103,27 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
     const Task tile = strip.tile(t);
     MOE_NO_UNROLL
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
-      const int row = tile.row0 + 64 * kb;
+      const KBlock block = {0, tile.row0 + Config::kBlockK * kb};
       if (t == 0 || !strip.resident) {
         Isa::barrier_wait(columns.empty(), columns.phase ^ 1);
-        Isa::barrier_expect_bytes(columns.full(), Config::kColumnBytes);
+        Isa::barrier_expect_bytes(columns.full(), Config::kColumnBytes + scales.column_bytes());
         MOE_UNROLL
         for (int p = 0; p < Config::kPanelsB; ++p) {
-          Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes, tile.n0 + 64 * p, row, 0, 0);
+          const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
+          Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes, box.inner, box.outer, 0, 0);
         }
+        scales.load_columns(kb, columns);
         columns.advance();
       }
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), Config::kStageBytes);
+      Isa::barrier_expect_bytes(ring.full(), Config::kStageBytes + Scales::kRowBytes);
       // Two panels, one brought by each block for both; or one, brought by each in turn.
       const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
       if (Config::kPanelsA == 2 || ring.stage % 2 == rank) {
-        const int column = tile.m0 + 64 * static_cast<int>(panel);
-        Isa::template load_panel_both<Config::kSplit>(&args.a, ring.full(), ring.data() + panel * kPanelBytes, column, row, tile.half, 0);
+        const Box box = box_a<kKind, Config>(tile, block, 64 * static_cast<int>(panel), 0);
+        Isa::template load_panel_both<Config::kKeepRows>(&args.a, ring.full(), ring.data() + panel * kPanelBytes, box.inner, box.outer, tile.half, 0);
       }
+      scales.load_rows(tile, kb, ring);
       ring.advance();
     }
   }
@@ -123,6 +138,7 @@ struct Steps {
 // of a ring that the other one walks.
 template <Kind kKind, class Isa, class Config>
 struct ResidentConsumer {
+  using Shape = Config;
   using Rows = Ring<Isa, Config>;
   using Columns = Ring<Isa, typename Config::Columns>;
   uint32_t base;
@@ -132,6 +148,10 @@ struct ResidentConsumer {
   uint32_t turns = 0;
   float acc[Config::kOwnM][Config::kOwnN / 2];
 
+  template <class Arguments>
+  static MOE_FN NoStripScales scales(const Task&, uint32_t, const Arguments&) {
+    return {};
+  }
   MOE_FN ResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), lane(Isa::lane_index()), row(16 * (Isa::warp_index() % 4) + Isa::lane_index() / 4) {}
 
@@ -286,9 +306,9 @@ MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t share
 }
 
 // The roles of a block that runs strips, for run_roles.
-template <Kind kKind, class Isa, class Config_>
-struct Resident {
-  using Config = Config_;
+template <Kind kKind, class Isa, class Consumer>
+struct ResidentRoles {
+  using Config = typename Consumer::Shape;
   using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kCanGather = false;
   static constexpr uint32_t kFullArrivals = 1;
@@ -312,7 +332,10 @@ struct Resident {
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    each_task(batch, [&](const Task& task, const auto& args) { load_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b); });
+    each_task(batch, [&](const Task& task, const auto& args) {
+      const uint32_t rank = Isa::cluster_rank();
+      load_strip<kKind, Isa, Config>(task, args, rank, ring, b, Consumer::scales(task, rank, args));
+    });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch&, uint32_t) {}
@@ -325,9 +348,11 @@ struct Resident {
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    ResidentConsumer<kKind, Isa, Config> state(base, consumer);
+    Consumer state(base, consumer);
     each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };
+template <Kind kKind, class Isa, class Config>
+using Resident = ResidentRoles<kKind, Isa, ResidentConsumer<kKind, Isa, Config>>;
 
 }  // namespace moe
