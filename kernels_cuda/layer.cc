@@ -8,6 +8,7 @@
 #include "gemm_tokens_n.h"
 #include "kernel_check.h"
 #include "rows.h"
+#include "strips.h"
 #include "task_list.h"
 #include "tensor_map.h"
 #include "workspace.h"
@@ -74,13 +75,8 @@ int k_extent(const LayerShape& s, Kind kind) {
 Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
-  const int64_t rows = s.tokens * s.top_k / routed_experts(s);  // of an expert, on average
-  if (is_wgrad(kind)) {
-    // A cluster covers twice the columns of a block; a matrix that leaves more than a quarter of them empty is better cut finer.
-    const auto fills = [columns = n_extent(s, kind)](int step) { return 4 * columns >= 3 * div_up(columns, 2 * step) * 2 * step; };
-    if (rows <= 176 && fills(ResidentWide::kTileN)) return kWayResident512;
-    return rows <= 544 && fills(ResidentTall::kTileN) ? kWayResident128 : kWayDispatched;
-  }
+  const int64_t rows = rows_per_expert(s);
+  if (is_wgrad(kind)) return resident_way(rows, n_extent(s, kind));
   const bool few = rows <= TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
@@ -117,18 +113,11 @@ Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
   t.skip_empty = accumulate;
   t.step_n = tile_columns(kind);
   t.pairs = Pairs::kColumns;
-  auto strips = [&](auto config) {
-    using Config = decltype(config);
-    t.tile_m = Config::kStripTiles * Config::kTileM;
-    t.step_n = Config::kTileN;
-    t.m_extent = div_up(t.m_extent, Config::kTileM) * Config::kTileM;
-    t.pairs = Pairs::kStrips;
-  };
   switch (layout) {
     case Layout::kTokensM: t.tile_m = 2 * kTileM, t.pairs = Pairs::kRows; break;
     case Layout::kTokensN: t.tile_m = TokensNConfig::kTokens; break;
-    case Layout::kResident512: strips(ResidentWide{}); break;
-    case Layout::kResident128: strips(ResidentTall{}); break;
+    case Layout::kResident512: return in_strips<ResidentWide>(t);
+    case Layout::kResident128: return in_strips<ResidentTall>(t);
   }
   return t;
 }

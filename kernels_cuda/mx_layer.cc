@@ -3,12 +3,15 @@
 //
 // x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up; d(gate), d(up) and weight * h in passes of their
 // own, which write both orientations from one read. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
+#include <algorithm>
+
 #include "gemm_kernels.h"
 #include "kernel_check.h"
 #include "mx_gemm_kernels.h"
 #include "mx_moe.h"
 #include "quantize.h"
 #include "rows.h"
+#include "strips.h"
 #include "task_list.h"
 #include "tensor_map.h"
 #include "workspace.h"
@@ -48,16 +51,32 @@ int n_extent(const LayerShape& s, Kind kind) {
   return static_cast<int>(width ? s.width : s.d_model);
 }
 
-TaskList take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool skip_empty = false) {
-  TaskList list = {};
-  list.kind = kind;
-  list.tile_m = 2 * kTileM;
-  list.pairs = Pairs::kRows;
-  list.step_n = kind == kGateUp ? kTileN / 2 : kTileN;
-  list.m_extent = m_extent(s, kind);
-  list.n_extent = n_extent(s, kind);
-  list.skip_empty = skip_empty;
-  list.tasks = workspace.take<Task>(max_tasks(s, list));
+struct List : TaskList {
+  Layout layout;
+};
+
+// BF16 weight gradients: one operand at rest where most experts' rows fit, unless they continue a buffer.
+Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
+  if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
+  const Way way = resident_way(rows_per_expert(s), n_extent(s, kind));
+  return way == kWayResident512 ? Layout::kResident512 : way == kWayResident128 ? Layout::kResident128 : Layout::kTokensM;
+}
+
+Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
+  const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows};
+  switch (layout) {
+    case Layout::kResident512: return in_strips<ResidentWide>(t);
+    case Layout::kResident128: return in_strips<ResidentTall>(t);
+    default: return t;
+  }
+}
+
+List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool fp8, bool accumulate = false) {
+  List list = {};
+  list.layout = layout_of(s, kind, fp8, accumulate);
+  static_cast<Tiling&>(list) = tiling(s, kind, accumulate, list.layout);
+  // The workspace does not depend on whether a buffer is continued.
+  list.tasks = workspace.take<Task>(std::max(max_tasks(s, list), max_tasks(s, tiling(s, kind, false, Layout::kTokensM))));
   list.num_tasks = workspace.take<int32_t>(1);
   return list;
 }
@@ -72,14 +91,14 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
   return args;
 }
 
-Status run_gemm(const TaskList& list, const MxArguments<CUtensorMap>& args, bool fp8, cudaStream_t stream) {
+Status run_gemm(const List& list, const MxArguments<CUtensorMap>& args, bool fp8, cudaStream_t stream) {
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   cudaError_t error;
   if (fp8) {
     error = launch_mx_gemm(list.kind, {{args}, list.tasks, list.num_tasks}, stream);
   } else {
     const GemmArguments<CUtensorMap>& plain = args;
-    error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream);
+    error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream, list.layout);
   }
   return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
 }
@@ -170,7 +189,7 @@ struct ForwardMemory {
   uint16_t* h_MxF;
   uint16_t* y_MxD;
   uint16_t* gate_up_2xMxF;  // on its way to MXFP8
-  TaskList gate_up, down;
+  List gate_up, down;
 };
 
 ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool save_mx) {
@@ -180,8 +199,8 @@ ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool s
   m.h_MxF = fp8 ? nullptr : w.take<uint16_t>(s.rows * s.width);
   m.y_MxD = w.take<uint16_t>(s.rows * s.d_model);
   m.gate_up_2xMxF = save_mx ? w.take<uint16_t>(2 * s.rows * s.width) : nullptr;
-  m.gate_up = take_list(w, s, kGateUp);
-  m.down = take_list(w, s, kDown);
+  m.gate_up = take_list(w, s, kGateUp, fp8);
+  m.down = take_list(w, s, kDown, fp8);
   return m;
 }
 
@@ -194,7 +213,7 @@ struct BackwardMemory {
   uint16_t* gate_up_2xMxF;
   uint16_t* dx_MxD;
   float* partial_CxM;
-  TaskList gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
+  List gate_up, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up;
 };
 
 BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOptions& options, bool accumulate) {
@@ -218,11 +237,11 @@ BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOption
   m.gate_up_2xMxF = w.take<uint16_t>(2 * s.rows * s.width);
   m.dx_MxD = w.take<uint16_t>(s.rows * s.d_model);
   m.partial_CxM = w.take<float>(blocks_of_128(s.width) * s.rows);
-  m.dgrad_down = take_list(w, s, kDgradDown);
-  m.dgrad_gate_up = take_list(w, s, kDgradGateUp);
-  m.wgrad_down = take_list(w, s, kWgradDown, accumulate);
-  m.wgrad_gate_up = take_list(w, s, kWgradGateUp, accumulate);
-  m.gate_up = take_list(w, s, kGateUp);
+  m.dgrad_down = take_list(w, s, kDgradDown, fp8);
+  m.dgrad_gate_up = take_list(w, s, kDgradGateUp, fp8);
+  m.wgrad_down = take_list(w, s, kWgradDown, fp8_wgrad, accumulate);
+  m.wgrad_gate_up = take_list(w, s, kWgradGateUp, fp8_wgrad, accumulate);
+  m.gate_up = take_list(w, s, kGateUp, fp8);
   return m;
 }
 
