@@ -9,14 +9,16 @@ Writes: benchmarks/results/<machine>/loss_parity.jsonl (a line per finished run,
 A run that has a line in that file is not run again, so the comparison can be put together on machines that keep nothing.
 At scale, on one H200, a minute or two per run:
         python -m benchmarks.parity_text --out text
-        python -m benchmarks.loss_parity --config benchmarks/loss-parity-307m.yaml --steps 768 --exact-seeds 0 --jobs 3 \
-          --checkpoint-every 0 --machine h200 --page loss-parity-307m data.source=text/text
+        python -m benchmarks.loss_parity --config benchmarks/loss-parity-307m.yaml --steps 768 --seeds 0 1 2 3 4 --jobs 3 \
+          --also exact-0 wgrad-bf16-0 bf16-again-0 bf16-reordered-0 mxfp8-reordered-0 --checkpoint-every 0 \
+          --machine h200 --page loss-parity-307m data.source=text/text
 
-Each run is `train.py CONFIG` with another recipe and seed, on the same batches in the same order. A seed sets the
-initial weights, so runs of one seed start from the same FP32 masters, and the gap is a difference of pairs. `mxfp8` is
-`moe.mx_mode` of the config on a CPU, `aligned` on a GPU; `exact` is the other mode, for the seeds that ask for it. A
-short run shows that nothing is broken; it cannot show parity: on MoE models of a public size the state of the art is a
-gap of 0.05-0.2 % in held-out loss after tens of billions of tokens.
+Each run is `train.py CONFIG` with another recipe and seed, on the same batches in the same order, on one device; where there are
+several GPUs, jobs are spread over them. A seed sets the initial weights, so runs of one seed start from the same FP32
+masters, and the gap is a difference of pairs. `mxfp8` is `moe.mx_mode` of the config on a CPU, `aligned` on a GPU; the
+runs of BESIDE change one more thing, for the seeds that ask for it. A short run shows that nothing is broken; it cannot
+show parity: on MoE models of a public size the state of the art is a gap of 0.05-0.2 % in held-out loss after tens of
+billions of tokens. What a page says from the heading "Reading" on is written by hand, and kept.
 """
 
 import argparse
@@ -27,6 +29,8 @@ import json
 import os
 import pathlib
 import platform
+import queue
+import re
 import signal
 import statistics
 import subprocess
@@ -37,13 +41,21 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECIPES = ("bf16", "mxfp8")  # a pair
-EXACT = "exact"  # mxfp8 in mode exact, beside some pairs
+# Runs beside some pairs: recipe, and what they change.
+BESIDE = {
+    "exact": ("mxfp8", "mode exact"),
+    "wgrad-bf16": ("mxfp8", "weight gradients from BF16 operands"),
+    # Two that tell what a gap between other runs can mean.
+    "bf16-again": ("bf16", "nothing: are two runs the same?"),
+    "bf16-reordered": ("bf16", "nothing but the order of sums (half of `training.loss_chunk`)"),
+    "mxfp8-reordered": ("mxfp8", "nothing but the order of sums"),
+}
 SMOOTH = 20  # steps in the running mean of the plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run. `recipe` is one of RECIPES or EXACT; `extra` are overrides that all runs of a comparison share."""
+    """One training run. `recipe` is one of RECIPES or BESIDE; `extra` are overrides that all runs of a comparison share."""
 
     config: str
     recipe: str
@@ -78,8 +90,8 @@ class Run:
 
     def overrides(self) -> list[str]:
         return [
-            f"recipe={'bf16' if self.recipe == 'bf16' else 'mxfp8'}",
-            *_mode(self.recipe),
+            f"recipe={BESIDE[self.recipe][0] if self.recipe in BESIDE else self.recipe}",
+            *self._changes(),
             f"training.seed={self.seed}",
             f"training.steps={self.steps}",
             f"run_dir={self.folder}",
@@ -90,22 +102,31 @@ class Run:
             *self.extra,
         ]
 
+    def _changes(self) -> list[str]:
+        """What makes this run another than `train.py CONFIG` in the recipe bf16 or mxfp8."""
+        import jax
 
-def _mode(recipe: str) -> list[str]:
-    if recipe == EXACT:
-        return ["moe.mx_mode=exact"]
-    import jax
+        changes = []
+        if self.recipe in ("mxfp8", "wgrad-bf16", "mxfp8-reordered") and jax.default_backend() == "gpu":
+            changes.append("moe.mx_mode=aligned")
+        if self.recipe == "exact":
+            changes.append("moe.mx_mode=exact")
+        if self.recipe == "wgrad-bf16":
+            changes.append("moe.wgrad=bf16")
+        if self.recipe.endswith("-reordered"):
+            from moejax.config_load import load
 
-    return ["moe.mx_mode=aligned"] if recipe == "mxfp8" and jax.default_backend() == "gpu" else []
+            changes.append(f"training.loss_chunk={load(self.config, list(self.extra)).training.loss_chunk // 2}")
+        return changes
 
 
-def train(run: Run, seconds: float | None) -> bool:
+def train(run: Run, seconds: float | None, environment: dict[str, str]) -> bool:
     """Runs or continues one run, for at most `seconds`. Returns whether it finished; raises if it failed."""
     run.folder.mkdir(parents=True, exist_ok=True)
     _note_conditions(run)
     command = [sys.executable, str(ROOT / "train.py"), run.config, *run.overrides()]
     print(f"{run.name}: {' '.join(command[1:])}", flush=True)
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | environment) as process:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -154,16 +175,14 @@ def report(runs: list[Run], machine: str, page: str) -> None:
     """
     path = result_file(machine)
     finished = collect(runs, path)
-    seeds = sorted({run.seed for run in runs if all((recipe, run.seed) in finished for recipe in RECIPES)})
-    if not seeds:
+    if not _paired_seeds(finished):
         raise SystemExit(f"no seed has finished in both recipes; finished so far: {sorted(finished)}")
-    pairs = {seed: {recipe: finished[recipe, seed] for recipe in RECIPES} for seed in seeds}
-    exact = {seed: finished[EXACT, seed] for seed in seeds if (EXACT, seed) in finished}
     missing = sorted(run.name for run in runs if (run.recipe, run.seed) not in finished)
-    alone = {key: line for key, line in finished.items() if key[1] not in seeds}
-    text = table(pairs, exact, alone, page, missing)
-    plot(pairs, exact, ROOT / "docs" / f"{page}.png")
-    (ROOT / "docs" / f"{page}.md").write_text(text, encoding="utf-8")
+    written = ROOT / "docs" / f"{page}.md"
+    by_hand = re.search(r"^## Reading.*", written.read_text(), re.DOTALL | re.MULTILINE) if written.exists() else None
+    text = table(finished, page, missing) + (f"\n{by_hand.group()}" if by_hand else "")
+    plot(finished, ROOT / "docs" / f"{page}.png")
+    written.write_text(text, encoding="utf-8")
     print(f"{text}\nwrote {path.relative_to(ROOT)}, docs/{page}.md, docs/{page}.png")
 
 
@@ -171,46 +190,41 @@ def result_file(machine: str) -> pathlib.Path:
     return ROOT / "benchmarks" / "results" / machine / "loss_parity.jsonl"
 
 
-def table(
-    pairs: dict[int, dict], exact: dict[int, dict], alone: dict[tuple[str, int], dict], page: str, missing: list[str]
-) -> str:
-    """The page `docs/<page>.md`; `alone`: finished runs without their pair."""
-    lines = [line for pair in pairs.values() for line in pair.values()] + list(exact.values())
-    first = lines[0]
-    gaps = {key: [pairs[s]["mxfp8"][key] - pairs[s]["bf16"][key] for s in pairs] for key in _LOSSES}
+def table(finished: dict[tuple[str, int], dict], page: str, missing: list[str]) -> str:
+    """The page `docs/<page>.md`, from the lines of the finished runs by recipe and seed; at least one pair is among them."""
+    seeds = _paired_seeds(finished)
+    pairs = {seed: {recipe: finished[recipe, seed] for recipe in RECIPES} for seed in seeds}
+    first = pairs[seeds[0]]["bf16"]
+    gaps = {key: [pairs[s]["mxfp8"][key] - pairs[s]["bf16"][key] for s in seeds] for key in _LOSSES}
     rows = [
         f"| {seed} | "
         + " | ".join(f"{pairs[seed][recipe][key]:.4f}" for key in _LOSSES for recipe in RECIPES)
         + " | "
         + " | ".join(f"{gaps[key][i]:+.4f} ({gaps[key][i] / pairs[seed]['bf16'][key]:+.2%})" for key in _LOSSES)
         + " |"
-        for i, seed in enumerate(pairs)
+        for i, seed in enumerate(seeds)
     ]
-    spread = {key: {recipe: _spread([pairs[s][recipe][key] for s in pairs]) for recipe in RECIPES} for key in _LOSSES}
+    spread = {key: {recipe: _spread([pairs[s][recipe][key] for s in seeds]) for recipe in RECIPES} for key in _LOSSES}
     summary = "".join(
-        f"* {title}: gap {_spread(gaps[key], '+')}; over seeds bf16 {spread[key]['bf16']}, mxfp8 {spread[key]['mxfp8']}.\n"
-        for key, title in _LOSSES.items()
-    )
-    others = "".join(
-        f"* mode exact, seed {seed}: {title} {result[key]:.4f}, "
-        f"{result[key] - pairs[seed]['bf16'][key]:+.4f} from bf16 and "
-        f"{pairs[seed]['mxfp8'][key] - result[key]:+.4f} from there to aligned.\n"
-        for seed, result in exact.items()
+        f"* {title}: gap {_interval(gaps[key])}; over seeds bf16 {spread[key]['bf16']}, mxfp8 {spread[key]['mxfp8']}.\n"
         for key, title in _LOSSES.items()
     )
     unfinished = f"\n**Not finished yet:** {', '.join(missing)}.\n" if missing else ""
-    for (recipe, seed), line in alone.items():
-        unfinished += (
-            f"\nFinished without its pair: {recipe}, seed {seed}, held-out {line['heldout_nats_per_byte']:.4f}, "
-            + (f"last steps {line['last_loss']:.4f}.\n")
-        )
+    for (recipe, seed), line in finished.items():
+        if recipe in RECIPES and seed not in seeds:
+            unfinished += (
+                f"\nFinished without its pair: {recipe}, seed {seed}, held-out {line['heldout_nats_per_byte']:.4f}, "
+                f"last steps {line['last_loss']:.4f}.\n"
+            )
     at = [first["steps"] * quarter // 4 for quarter in (1, 2, 3, 4)]
+    ordered = sorted(finished.items(), key=lambda item: (item[0][1], item[0][0] not in RECIPES, item[0][0]))
     curves = "".join(
-        f"| {line['recipe']}-{line['seed']} | "
+        f"| {recipe}-{seed} | "
         + " | ".join(f"{np.mean(line['loss'][max(step - SMOOTH, 0) : step]):.4f}" for step in at)
         + " |\n"
-        for line in sorted([*lines, *alone.values()], key=lambda line: (line["seed"], line["recipe"]))
+        for (recipe, seed), line in ordered
     )
+    lines = list(finished.values())
     commits = ", ".join(sorted({line["commit"] for line in lines}))
     backends = ", ".join(sorted({f"{line['recipe']}: {line['backend']}" for line in lines}))
     seconds = max(line["seconds"] for line in lines)
@@ -225,26 +239,93 @@ the initial weights. Made by `python -m benchmarks.loss_parity` on {first["machi
 {chr(10).join(rows)}
 
 Losses are nats: per byte of held-out text, and per token as the mean of the last tenth of the steps. A gap is mxfp8 -
-bf16 of the same seed, positive where mxfp8 is worse. Mean ± standard deviation over {len(pairs)} seeds:
+bf16 of the same seed, positive where mxfp8 is worse. Mean ± standard deviation over {len(seeds)} seeds:
 
-{summary}{others}{unfinished}
+{summary}{unfinished}{_beside(finished)}
 Training loss on the way, means of {SMOOTH} steps:
 
 | run | {" | ".join(f"step {step}" for step in at)} |
 |---|---|---|---|---|
 {curves}
+{_parting(finished, ordered, first["steps"])}
 In both recipes the router, norms, softmax, the combine, all reductions, weight gradients, masters and the optimizer's state are
 FP32; embedding, attention, head and the residual stream are BF16. mxfp8 quantises the six products of the experts, all layers.
 
-![Loss of both recipes, and their difference, over the steps]({page}.png)
+![Loss of the runs, and their difference from bf16 of the same seed, over the steps]({page}.png)
 
 This length shows whether something is broken, not parity: public MoE runs of tens of billions of tokens report gaps of
 0.05-0.2 % in held-out loss.
 """
 
 
-def plot(pairs: dict[int, dict], exact: dict[int, dict], path: pathlib.Path) -> None:
-    """Training loss of every pair, and its gap, as running means; the gap of mode exact, dashed."""
+def _beside(finished: dict[tuple[str, int], dict]) -> str:
+    """Section on the runs beside the pairs, empty without any."""
+    rows = ""
+    for (recipe, seed), line in finished.items():
+        if recipe not in BESIDE:
+            continue
+        base, change = BESIDE[recipe]
+        cells = [f"| {recipe}-{seed} | {base}; {change} "]
+        for key in _LOSSES:
+            cells.append(f"| {line[key]:.4f} ")
+            for other in RECIPES:
+                twin = finished.get((other, seed))
+                cells.append("| - " if twin is None else f"| {line[key] - twin[key]:+.4f} ")
+        rows += "".join(cells) + "|\n"
+    if not rows:
+        return ""
+    same = [
+        (recipe, seed, _first_difference(line["loss"], finished["bf16", seed]["loss"]))
+        for (recipe, seed), line in finished.items()
+        if recipe == "bf16-again" and ("bf16", seed) in finished
+    ]
+    again = "".join(
+        f"\n{recipe}-{seed} and bf16-{seed}: "
+        + (
+            "the same loss in every step.\n"
+            if step is None
+            else f"the fifth decimal of the loss first differs at step {step}.\n"
+        )
+        for recipe, seed, step in same
+    )
+    return f"""
+Beside the pairs, differences from the runs of the same seed:
+
+| run | recipe; change | held-out | - bf16 | - mxfp8 | last steps | - bf16 | - mxfp8 |
+|---|---|---|---|---|---|---|---|
+{rows}{again}"""
+
+
+def _parting(finished: dict[tuple[str, int], dict], ordered: list, steps: int) -> str:
+    """Where runs part: every run's mean difference from bf16 of its seed, and of every bf16 run from the first, by eighths."""
+    edges = [steps * eighth // 8 for eighth in range(9)]
+    first = min(seed for recipe, seed in finished if recipe == "bf16")
+    rows = ""
+    for (recipe, seed), line in ordered:
+        other = ("bf16", first if recipe == "bf16" else seed)
+        if other == (recipe, seed) or other not in finished:
+            continue
+        gap = np.array(line["loss"]) - np.array(finished[other]["loss"])
+        means = " | ".join(f"{gap[a:b].mean():+.4f}" for a, b in zip(edges, edges[1:], strict=False))
+        rows += f"| {recipe}-{seed} - {other[0]}-{other[1]} | {means} |\n"
+    head = " | ".join(f"{a + 1}-{b}" for a, b in zip(edges, edges[1:], strict=False))
+    return f"""Where runs part: mean difference of the training loss, by steps:
+
+| runs | {head} |
+|{"---|" * 9}
+{rows}"""
+
+
+def _first_difference(one: list[float], other: list[float]) -> int | None:
+    return next((step for step, pair in enumerate(zip(one, other, strict=True), 1) if pair[0] != pair[1]), None)
+
+
+def _paired_seeds(finished: dict[tuple[str, int], dict]) -> list[int]:
+    return sorted({seed for _, seed in finished if all((recipe, seed) in finished for recipe in RECIPES)})
+
+
+def plot(finished: dict[tuple[str, int], dict], path: pathlib.Path) -> None:
+    """Training loss of every run, and its difference from bf16 of the same seed, as running means; runs beside the pairs dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -252,21 +333,22 @@ def plot(pairs: dict[int, dict], exact: dict[int, dict], path: pathlib.Path) -> 
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     colours = {"bf16": "tab:blue", "mxfp8": "tab:orange"}
-    smoothed = {seed: {recipe: _running_mean(pairs[seed][recipe]["loss"]) for recipe in RECIPES} for seed in pairs}
-    for i, seed in enumerate(pairs):
-        for recipe in RECIPES:
-            curve = smoothed[seed][recipe]
-            steps = np.arange(len(curve)) + SMOOTH
-            left.plot(steps, curve, color=colours[recipe], linewidth=1, label=recipe if i == 0 else None)
-        right.plot(steps, smoothed[seed]["mxfp8"] - smoothed[seed]["bf16"], linewidth=1, label=f"seed {seed}")
-        if seed in exact:
-            gap = _running_mean(exact[seed]["loss"]) - smoothed[seed]["bf16"]
-            right.plot(steps, gap, linewidth=1, linestyle="--", label=f"seed {seed}, mode exact")
+    labelled = set()
+    for (recipe, seed), line in sorted(finished.items(), key=lambda item: (item[0][0] not in RECIPES, item[0])):
+        curve = _running_mean(line["loss"])
+        steps = np.arange(len(curve)) + SMOOTH
+        base = BESIDE[recipe][0] if recipe in BESIDE else recipe
+        style = {"linewidth": 1, "linestyle": "--" if recipe in BESIDE else "-"}
+        left.plot(steps, curve, color=colours[base], label=None if base in labelled else base, **style)
+        labelled.add(base)
+        if recipe != "bf16" and ("bf16", seed) in finished:
+            gap = curve - _running_mean(finished["bf16", seed]["loss"])
+            right.plot(steps, gap, label=f"{recipe}, seed {seed}", **style)
     right.axhline(0, color="black", linewidth=0.6)
     left.set(xlabel="step", ylabel=f"training loss, nats per token (mean of {SMOOTH} steps)")
-    right.set(xlabel="step", ylabel="mxfp8 - bf16, nats per token")
+    right.set(xlabel="step", ylabel="difference from bf16 of the same seed, nats per token")
     left.legend()
-    right.legend()
+    right.legend(fontsize="small")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -335,10 +417,35 @@ def _running_mean(values: list[float]) -> np.ndarray:
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, mode="valid")
 
 
-def _spread(values: list[float], sign: str = "") -> str:
+def _spread(values: list[float]) -> str:
     if len(values) == 1:
-        return f"{values[0]:{sign}.4f} (one seed)"
-    return f"{statistics.mean(values):{sign}.4f} ± {statistics.stdev(values):.4f}"
+        return f"{values[0]:.4f} (one seed)"
+    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+
+
+def _interval(gaps: list[float]) -> str:
+    """Mean of paired gaps, their standard deviation, and what they say about the mean of all seeds (Student's t)."""
+    if len(gaps) == 1:
+        return f"{gaps[0]:+.4f} (one seed)"
+    from scipy import stats
+
+    mean, deviation = statistics.mean(gaps), statistics.stdev(gaps)
+    error = deviation / len(gaps) ** 0.5
+    reach = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
+    return f"{mean:+.4f} ± {deviation:.4f} (standard error {error:.4f}, 95 % interval {mean - reach:+.4f} to {mean + reach:+.4f})"
+
+
+def _seats(jobs: int) -> "queue.Queue[dict[str, str]]":
+    """For each of `jobs` runs at a time the environment that gives it one GPU, if there are several."""
+    import jax
+
+    gpus = len(jax.local_devices()) if jax.default_backend() == "gpu" else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    names = visible.split(",")
+    seats: queue.Queue[dict[str, str]] = queue.Queue()
+    for job in range(jobs):
+        seats.put({"CUDA_VISIBLE_DEVICES": names[job % gpus]} if gpus > 1 else {})
+    return seats
 
 
 def _same_run(one: dict, other: dict) -> bool:
@@ -372,7 +479,9 @@ def main() -> None:
     parser.add_argument("--runs", default="runs/loss-parity", help="folder of the run folders")
     parser.add_argument("--machine", default=f"cpu-{os.cpu_count()}core", help="folder under benchmarks/results")
     parser.add_argument("--page", default="loss-parity", help="name of the page under docs/")
-    parser.add_argument("--exact-seeds", type=int, nargs="*", default=[], help="seeds that also run in mode exact")
+    parser.add_argument(
+        "--also", nargs="*", default=[], metavar="NAME-SEED", help=f"runs beside the pairs, of {', '.join(BESIDE)}"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps; 0: only at the end")
     parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
@@ -386,8 +495,14 @@ def main() -> None:
     runs = [
         Run(args.config, recipe, seed, args.steps, tuple(args.overrides), root, args.checkpoint_every, commit)
         for seed in args.seeds
-        for recipe in (*RECIPES, *([EXACT] if seed in args.exact_seeds else []))
+        for recipe in (*RECIPES, *BESIDE)
+        if recipe in RECIPES or f"{recipe}-{seed}" in args.also
     ]
+    unknown = set(args.also) - {run.name for run in runs}
+    if unknown:
+        parser.error(
+            f"--also names {', '.join(sorted(unknown))}: expected one of {', '.join(BESIDE)}, and a seed of --seeds"
+        )
     if args.steps <= SMOOTH:
         parser.error(f"--steps is {args.steps}; the plot's running mean needs more than {SMOOTH}")
     unknown = set(args.only or ()) - {run.name for run in runs}
@@ -395,9 +510,17 @@ def main() -> None:
         parser.error(f"no run is called {', '.join(sorted(unknown))}; there are {', '.join(run.name for run in runs)}")
     deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
 
+    seats = _seats(args.jobs)
+
     def run_one(run: Run) -> bool:
         left = None if deadline is None else deadline - time.monotonic()
-        return run.trained() or ((left is None or left > 1) and train(run, left))
+        if run.trained() or (left is not None and left <= 1):
+            return run.trained()
+        seat = seats.get()
+        try:
+            return train(run, left, seat)
+        finally:
+            seats.put(seat)
 
     if not args.report:
         done_before = collect(runs, result_file(args.machine))
