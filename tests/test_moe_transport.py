@@ -294,3 +294,15 @@ def test_saving_rows_and_exchanging_them_is_refused():
     x, weight = values["x"].reshape(-1, D), values["weight"].reshape(-1, K)
     with pytest.raises(ValueError, match="the plan is a Plan but the spec's transport is all_to_all with R = 2"):
         moe_ffn(x, weight, plan, prepare_experts(values["gate_up"], values["down"], spec), spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["all_gather", "all_to_all", "ragged_all_to_all"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_two_gpus_give_the_bits_of_one(recipe, transport):
+    if jax.device_count() < 2:
+        pytest.skip("one GPU")
+    values, one = case(recipe)
+    rows = None if transport == "all_gather" else 512
+    spec = spec_of(2, "expert", recipe=recipe, backend="xla", transport=transport, minibatch_rows=rows)
+    assert_same_bits(run(spec, values, {"expert": 2}), one)
