@@ -32,6 +32,17 @@ struct ProductArguments {
   Activation act;
 };
 
+// Rows of tokens to dispatch, padding with zeros (dispatch_rows in rows.h), by a kind that can carry (gemm_gather.h).
+struct Carry {
+  const uint8_t* from;  // tokens_TxD; null: nothing to do
+  uint8_t* to;          // rows_MxD
+  const int* row_TxK;
+  const int* count_E;
+  const int* start_E;
+  int tokens, top_k, experts;
+  int vectors;          // 16-byte pieces of a row
+};
+
 // On Hopper. The map `out` is also where a continued dW comes from.
 template <class TensorMap>
 struct GemmArguments : ProductArguments<TensorMap> {
@@ -41,6 +52,7 @@ struct GemmArguments : ProductArguments<TensorMap> {
   int top_k;              // gather: slots of a token
   int gather_vectors;     // gather: 16-byte pieces of a token's row
   int write_out;          // kGateUp: write h
+  Carry carry;            // kinds that can
 };
 
 // What a launch works on: one task list, and the arguments of every kind in it.

@@ -2,8 +2,11 @@
 // ring, so that no dispatched copy of them is needed. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four
 // rows of 128 bytes an instruction, into the same swizzled panels. With one expert per token a store warp scatters rows of y or dx to
 // their tokens. mma_sm90.h says how stages are counted, and what happens to the rest.
+//
+// In kinds that can carry the warp has no stages to fill, and dispatches rows for a later launch while the others multiply.
 #pragma once
 
+#include "gemm_arguments.h"
 #include "gemm_ring.h"
 
 namespace moe {
@@ -119,6 +122,61 @@ MOE_FN void scatter_panel(const Arguments& args, const int (&tokens)[2], int col
       }
     }
   }
+}
+
+// --- a dispatch that a product carries -------------------------------------------------------------------------------------------
+// Nothing in the launch waits for it. Values are only moved, so the rows are those of dispatch_rows (rows.cu).
+//
+// One token to every row that it has.
+template <class Isa>
+MOE_FN void carry_token(const Carry& carry, int token) {
+  constexpr int kAtOnce = 8;  // vectors in flight per lane
+  const int lane = static_cast<int>(Isa::lane_index());
+  const int* rows = carry.row_TxK + static_cast<int64_t>(token) * carry.top_k;
+  const int64_t pitch = 16 * static_cast<int64_t>(carry.vectors);
+  const uint8_t* from = carry.from + token * pitch + 16 * lane;
+  uint8_t* to = carry.to + 16 * lane;
+  MOE_NO_UNROLL
+  for (int left = carry.vectors - lane; left > 0; left -= 32 * kAtOnce) {  // of this lane's columns
+    typename Isa::Vector values[kAtOnce];
+    MOE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (32 * i < left) values[i] = Isa::load_global_vector(from + 512 * i);
+    }
+    MOE_NO_UNROLL
+    for (int s = 0; s < carry.top_k; ++s) {
+      if (rows[s] < 0) continue;
+      uint8_t* out = to + rows[s] * pitch;
+      MOE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (32 * i < left) Isa::store_vector(out + 512 * i, values[i]);
+      }
+    }
+    from += 512 * kAtOnce;
+    to += 512 * kAtOnce;
+  }
+}
+
+// Zeros up to the next multiple of 64 rows: whole panels of padding are never read.
+template <class Isa>
+MOE_FN void carry_padding(const Carry& carry, int expert) {
+  const int count = carry.count_E[expert];
+  const int total = (-count & 63) * carry.vectors;
+  uint8_t* out = carry.to + 16 * ((static_cast<int64_t>(carry.start_E[expert]) + count) * carry.vectors);
+  MOE_NO_UNROLL
+  for (int at = static_cast<int>(Isa::lane_index()); at < total; at += 32) {
+    Isa::store_vector(out + 16 * static_cast<int64_t>(at), typename Isa::Vector{});
+  }
+}
+
+// The warp of block `block` of `blocks`.
+template <class Isa>
+MOE_FN void carry_rows(const Carry& carry, int block, int blocks) {
+  if (carry.from == nullptr) return;
+  MOE_NO_UNROLL
+  for (int token = block; token < carry.tokens; token += blocks) carry_token<Isa>(carry, token);
+  MOE_NO_UNROLL
+  for (int expert = block; expert < carry.experts; expert += blocks) carry_padding<Isa>(carry, expert);
 }
 
 }  // namespace moe

@@ -310,7 +310,7 @@ template <Kind kKind, class Isa, class Consumer>
 struct ResidentRoles {
   using Config = typename Consumer::Shape;
   using Columns = Ring<Isa, typename Config::Columns>;
-  static constexpr bool kCanGather = false;
+  static constexpr bool kFourthWarp = false;
   static constexpr uint32_t kFullArrivals = 1;
 
   static MOE_FN Columns columns(uint32_t base) { return Columns(base + Config::kColumnsOffset); }

@@ -307,8 +307,8 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
 template <Kind kKind, bool kPlain, class Isa>
 struct TokensN {
   using Config = TokensNConfig;
-  static constexpr bool kCanGather = can_gather(kKind);
-  static constexpr uint32_t kFullArrivals = 1 + (kCanGather ? kGatherLanes : 0);
+  static constexpr bool kFourthWarp = can_gather(kKind);
+  static constexpr uint32_t kFullArrivals = 1 + (kFourthWarp ? kGatherLanes : 0);
   static MOE_FN void init(uint32_t) {}
 
   template <class Batch, class F>

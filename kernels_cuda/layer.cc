@@ -157,6 +157,9 @@ Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaSt
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 
+// Whether this product dispatches rows for those after it.
+bool can_carry(const List& list) { return can_carry(list.kind) && list.layout == Layout::kTokensM; }
+
 struct ForwardMemory {
   uint16_t* x_MxD;
   uint16_t* h_MxF;
@@ -294,7 +297,9 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
   MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream));
-  MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
+  // Only wgrad_gate_up, which comes last, reads rows of x; but to recompute gate and up they are needed now.
+  const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
+  if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
   CUtensorMap x, dy, w_up_map, w_down_map, gate_up, d_gate_up, scaled_h, dw_up_map, dw_down_map;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&x, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
@@ -353,6 +358,10 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw.gate_up_Ex2xFxD;
   dw_up_args.accumulate = accumulate;
+  if (carries_x) {
+    dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(m.x_MxD), plan.row_TxK, plan.count_E, plan.start_E,
+                     static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(s.d_model / 8)};
+  }
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));

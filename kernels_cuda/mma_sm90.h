@@ -4,8 +4,8 @@
 // the same parts: gemm_tokens_n.h, gemm_resident.h, mx_roles.h.
 //
 // A block owns a 128 x kTileN output tile. Warp 0 fills the ring; warps 1 and 2 store what the consumers leave in shared memory, so that a
-// warpgroup goes on to its next tile while the last one drains; warp 3 brings rows of A from tokens, where they are not dispatched
-// (gemm_gather.h). Two blocks form a cluster and share either the A or the B operand of every stage.
+// warpgroup goes on to its next tile while the last one drains; warp 3 brings rows of A from tokens, where they are not dispatched,
+// or dispatches rows for a later product (gemm_gather.h). Two blocks form a cluster and share either the A or the B operand of every stage.
 #pragma once
 
 #include "gemm_arguments.h"
@@ -115,10 +115,12 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
     MOE_NO_UNROLL
     for (int chunk = 0; chunk < Config::kColumns64; ++chunk) {
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), 4 * kPanelBytes);
+      const int consumers = kKind == kDgradDown && tile.rows <= 64 ? 1 : 2;  // the other one has padding alone, and reads nothing
+      Isa::barrier_expect_bytes(ring.full(), 2 * consumers * kPanelBytes);
       MOE_UNROLL
       for (int p = 0; p < 4; ++p) {
         int consumer = p / 2;
+        if (consumer >= consumers) break;
         uint32_t dst = slot_panel<Config>(ring.data(), consumer, p % 2);
         if (is_wgrad(kKind)) {
           Isa::load_panel(&args.out, ring.full(), dst, tile.n0 + 64 * chunk + 32 * (p % 2), tile.m0 + 64 * consumer, tile.half,
@@ -135,7 +137,8 @@ MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ri
   if (is_wgrad(kKind) && args.accumulate) load_chunks();
 
   // Rows past the first 64 are never multiplied when the expert has none there.
-  load_k_blocks<kKind, Isa>(tile, args, rank, gathered ? 0 : !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2, scales_of(tile), ring);
+  const int boxes_a = gathered ? 0 : !is_wgrad(kKind) && tile.rows <= 64 ? 1 : 2;
+  load_k_blocks<kKind, Isa>(tile, args, rank, boxes_a, scales_of(tile), ring);
   if (kKind == kDgradDown) {
     load_chunks();
   } else {
@@ -310,8 +313,9 @@ struct Epilogue {
 };
 
 // A row kind's tile as gemm_results.h asks: sums in registers, results in panels that the store warp takes. A chunk is 64 columns, a piece
-// the 16 columns of one stmatrix: pairs j of a piece are column block 2 p + j / 2, row half j % 2.
-template <Kind kKind, class Isa, class Config>
+// the 16 columns of one stmatrix: pairs j of a piece are column block 2 p + j / 2, row half j % 2. kAhead: gate and up are read one piece
+// ahead, so that no piece waits for shared memory; there are registers for it beside plain swiglu only.
+template <Kind kKind, class Isa, class Config, bool kAhead = false>
 struct RegisterTile {
   static constexpr int kRows = 2, kChunk = 64, kPieces = 4, kParts = 1, kWords = 4, kSavedPairs = 4;
   static constexpr int kColumns = Config::kTileN, kWeightChunk = Config::kWeightChunk;
@@ -323,6 +327,7 @@ struct RegisterTile {
   int rows;          // real ones of this warpgroup; <= 0: all padding
   Epilogue<Isa, Config>& epilogue;
   Ring<Isa, Config>& ring;
+  uint32_t ahead[2][4];  // gate and up of the next piece
 
   MOE_FN bool live(int i) const { return epilogue.row_in_group() + 8 * i < rows; }
   MOE_FN int row(int i) const { return tile.row0 + 64 * static_cast<int>(epilogue.consumer) + epilogue.row_in_group() + 8 * i; }
@@ -368,10 +373,23 @@ struct RegisterTile {
   }
   // Gate and up arrive through the ring; d(gate) and d(up) are written over them in place: every warp touches only its own 16 rows.
   template <class Arguments>
-  MOE_FN void load_gate_up(const Arguments&, uint32_t (&gate)[4], uint32_t (&up)[4], int column, int p, int, int) const {
+  MOE_FN void load_gate_up(const Arguments&, uint32_t (&gate)[4], uint32_t (&up)[4], int column, int p, int, int) {
+    if (!kAhead) {
+      read_piece(gate, up, column, p);
+    } else {
+      if (p == 0) read_piece(ahead[0], ahead[1], column, 0);
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        gate[i] = ahead[0][i];
+        up[i] = ahead[1][i];
+      }
+      if (p + 1 < kPieces) read_piece(ahead[0], ahead[1], column, p + 1);
+    }
+    Isa::warp_sync();
+  }
+  MOE_FN void read_piece(uint32_t (&gate)[4], uint32_t (&up)[4], int column, int p) const {
     Isa::load_matrices(epilogue.matrix_address(panel(0, column), p), gate);
     Isa::load_matrices(epilogue.matrix_address(panel(1, column), p), up);
-    Isa::warp_sync();
   }
   template <class Arguments>
   MOE_FN void put(const Arguments&, int r, int column, int p, const uint32_t (&words)[4]) const {
@@ -381,6 +399,23 @@ struct RegisterTile {
   MOE_FN void close(const Arguments&, int column) {
     if (kGated || column % 128 != 0) epilogue.finish_unit(kGated ? column / 64 : column / 128);
     if (kGated || column + 64 == kColumns) ring.advance();
+  }
+
+  // Whether anything of this warpgroup is stored: of kGateUp also its padding, for the backward.
+  template <class Arguments>
+  MOE_FN bool wanted(const Arguments& args) const {
+    return kKind == kGateUp || (rows > 0 && tile.n0 < args.n_extent);
+  }
+  // Hands over what nobody wants, as it is.
+  template <class Arguments>
+  MOE_FN void skip(const Arguments& args) {
+    begin();
+    MOE_NO_UNROLL
+    for (int column = 0; column < kColumns; column += kChunk) {
+      open(column);
+      Isa::warp_sync();
+      close(args, column);
+    }
   }
 };
 
@@ -458,8 +493,12 @@ MOE_FN void compute_task(const Task& task, const Arguments& args, uint32_t rank,
   if constexpr (is_wgrad(kKind)) {
     epilogue.write_wgrad(acc, tile, kKind, args);
   } else {
-    RegisterTile<kKind, Isa, Config> results = {acc, tile, rows, epilogue, ring};
-    write_tile<kKind, kPlain, Isa>(results, args);
+    RegisterTile<kKind, Isa, Config, kPlain> results = {acc, tile, rows, epilogue, ring, {}};
+    if (!kPlain || results.wanted(args)) {  // beside the general activation there are no registers for a second branch
+      write_tile<kKind, kPlain, Isa>(results, args);
+    } else {
+      results.skip(args);
+    }
   }
 }
 
@@ -542,8 +581,8 @@ MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_
 template <class Kinds, bool kPlain, class Isa, class Config_>
 struct TokensM {
   using Config = Config_;
-  static constexpr bool kCanGather = Kinds::kCanGather;  // the gathering warp has work
-  static constexpr uint32_t kFullArrivals = 1 + (kCanGather ? kGatherLanes : 0);  // on a full barrier of the ring
+  static constexpr bool kFourthWarp = Kinds::kCanGather || Kinds::kCanCarry;  // has work
+  static constexpr uint32_t kFullArrivals = 1 + (Kinds::kCanGather ? kGatherLanes : 0);  // on a full barrier of the ring
   static MOE_FN void init(uint32_t) {}  // barriers of its own
 
   // f(kind as a type, task, arguments of that kind)
@@ -562,12 +601,19 @@ struct TokensM {
       load_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring, [](const Task&) { return NoScales{}; });
     });
   }
+  // The fourth warp gathers, or carries the dispatch of products after this one.
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
-    Ring<Isa, Config> ring(base);
-    each_task(batch, [&](auto kind, const Task& task, const auto& args) {
-      gather_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
-    });
+    static_assert(!Kinds::kCanGather || !Kinds::kCanCarry, "one warp does either");
+    if constexpr (Kinds::kCanCarry) {
+      const int block = static_cast<int>(2 * Isa::cluster_index() + Isa::cluster_rank());
+      for (const auto& args : batch.kinds) carry_rows<Isa>(args.carry, block, static_cast<int>(2 * Isa::num_clusters()));
+    } else {
+      Ring<Isa, Config> ring(base);
+      each_task(batch, [&](auto kind, const Task& task, const auto& args) {
+        gather_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
+      });
+    }
   }
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
@@ -621,7 +667,7 @@ MOE_FN void run_roles(const Batch& batch) {
       Roles::load(batch, base);
     } else if (warp == 1 || warp == 2) {
       Roles::store(batch, base, warp - 1);
-    } else if (Roles::kCanGather && warp == 3) {
+    } else if (Roles::kFourthWarp && warp == 3) {
       Roles::gather(batch, base);
     }
   } else {

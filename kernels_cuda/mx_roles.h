@@ -260,8 +260,12 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
     MxGateUpTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, {}};
     write_gate_up<kPlain, Isa>(results, args);
   } else {
-    RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring};
-    write_tile<kKind, kPlain, Isa>(results, args);
+    RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring, {}};
+    if (results.wanted(args)) {
+      write_tile<kKind, kPlain, Isa>(results, args);
+    } else {
+      results.skip(args);
+    }
   }
 }
 
@@ -269,7 +273,7 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
 template <Kind kKind, bool kPlain, class Isa>
 struct MxRoles {
   using Config = MxConfig<kKind>;
-  static constexpr bool kCanGather = false;
+  static constexpr bool kFourthWarp = false;
   static constexpr uint32_t kFullArrivals = 1;
   static MOE_FN void init(uint32_t base) {
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);

@@ -28,6 +28,10 @@ MOE_HOST_FN constexpr bool has_bias(Kind kind) { return kind == kGateUp || kind 
 // weight gradients, so the others would gain nothing.
 MOE_HOST_FN constexpr bool can_gather(Kind kind) { return kind == kGateUp; }
 
+// Kinds whose idle warp can dispatch rows for products after it: wgrad_gate_up needs those of x, and this product, bound by the tensor
+// cores, does not read them.
+MOE_HOST_FN constexpr bool can_carry(Kind kind) { return kind == kDgradGateUp; }
+
 // How the two blocks of a cluster split a tile pair, and so which operand they share by multicast.
 enum Pair : uint8_t {
   kPairM,  // neighbours along M: B is shared
@@ -59,6 +63,7 @@ template <Kind... kKinds>
 struct KindSet {
   static constexpr int kCount = sizeof...(kKinds);
   static constexpr bool kCanGather = (can_gather(kKinds) || ...);
+  static constexpr bool kCanCarry = (can_carry(kKinds) || ...);
   template <class F>
   static MOE_FN void visit(int kind, F f) {
     if constexpr (kCount == 1) {

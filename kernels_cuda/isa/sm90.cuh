@@ -186,6 +186,7 @@ struct Sm90 {
   }
 
   // --- global memory, flags ------------------------------------------------------------------------------------------------
+  static MOE_FN Vector load_global_vector(const void* address) { return __ldg(static_cast<const Vector*>(address)); }
   static MOE_FN void store_vector(void* address, const Vector& v) { *static_cast<Vector*>(address) = v; }
   template <bool kStream>  // a line that is written and not read soon is the first to leave L2
   static MOE_FN void store_float4(float* address, float a, float b, float c, float d) {

@@ -312,13 +312,49 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
   return digest(d_gate_up.data(), 2 * d_gate_up.size()) ^ digest(partial.data(), 4 * partial.size());
 }
 
+// Rows of x that a product dispatches on the way, as the schedule of `l` has them.
+struct Carried {
+  std::vector<uint16_t> tokens, rows;
+  std::vector<int> row_TxK;
+
+  explicit Carried(const Layer& l)
+      : tokens(l.tokens(l.x)), rows(kPoison16.begin(), kPoison16.begin() + kRows * kD), row_TxK(size_t{kRows} * kTopK, -1) {
+    for (int r = 0; r < kRows; ++r) {
+      if (l.slot[r] >= 0) row_TxK[l.slot[r]] = r;
+    }
+  }
+  Carry carry() {
+    return {reinterpret_cast<const uint8_t*>(tokens.data()), reinterpret_cast<uint8_t*>(rows.data()), row_TxK.data(), kCount, kStart,
+            kRows, kTopK, kExperts, kD / 8};
+  }
+  // Real rows are those of `l`, padding up to a multiple of 64 is zero, nothing else is touched.
+  void check(const Layer& l) const {
+    for (int e = 0; e < kExperts; ++e) {
+      const int end = e + 1 < kExperts ? kStart[e + 1] : kRows;
+      for (int r = kStart[e]; r < end; ++r) {
+        const bool written = r < kStart[e] + (kCount[e] + 63) / 64 * 64;
+        for (int d = 0; d < kD; ++d) {
+          const size_t at = static_cast<size_t>(r) * kD + d;
+          if (rows[at] == (written ? l.x[at] : 0xFFFF)) continue;
+          std::printf("carried row %d, column %d: %04x\n", r, d, rows[at]);
+          ++failures;
+          return;
+        }
+      }
+    }
+  }
+};
+
 uint64_t dgrad_gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> dx(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kF, kD);
+  Carried carried(l);
+  if (!on_n(variant)) args.carry = carried.carry();
   args.a = map_of(l.d_gate_up.data(), 2, kF, kRows, 2);
   args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
   args.out = map_of(dx.data(), 2, kD, kRows);
   on_n(variant) ? run_tokens_n<kDgradGateUp>(args, seed) : run<kDgradGateUp>(args, seed);
+  if (!on_n(variant)) carried.check(l);
   compare_rows("dx", dx, kD, 3e-3, [&](int r, int e, int d) {
     double sum = 0;
     for (int half = 0; half < 2; ++half) {

@@ -153,6 +153,11 @@ struct Host {
   }
 
   // --- global memory, flags ---
+  static Vector load_global_vector(const void* address) {
+    Vector v;
+    std::memcpy(&v, address, 16);
+    return v;
+  }
   static void store_vector(void* address, const Vector& v) { std::memcpy(address, &v, 16); }
   template <bool kStream>
   static void store_float4(float* address, float a, float b, float c, float d) {
