@@ -312,31 +312,36 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
   return digest(d_gate_up.data(), 2 * d_gate_up.size()) ^ digest(partial.data(), 4 * partial.size());
 }
 
-// Rows of x that a product dispatches on the way, as the schedule of `l` has them.
+// Rows of `width` columns that a product dispatches on the way, as the schedule of `l` has them. They come from tokens whose values are
+// those places; a token that has no row must not be read.
 struct Carried {
+  int width;
   std::vector<uint16_t> tokens, rows;
   std::vector<int> row_TxK;
 
-  explicit Carried(const Layer& l)
-      : tokens(l.tokens(l.x)), rows(kPoison16.begin(), kPoison16.begin() + kRows * kD), row_TxK(size_t{kRows} * kTopK, -1) {
+  Carried(const Layer& l, int width_)
+      : width(width_), tokens(size_t{kRows} * width, 0xFFFF), rows(size_t{kRows} * width, 0xFFFF), row_TxK(size_t{kRows} * kTopK, -1) {
     for (int r = 0; r < kRows; ++r) {
-      if (l.slot[r] >= 0) row_TxK[l.slot[r]] = r;
+      if (l.slot[r] < 0) continue;
+      row_TxK[l.slot[r]] = r;
+      for (int d = 0; d < width; ++d) tokens[static_cast<size_t>(l.slot[r] / kTopK) * width + d] = of(l.slot[r] / kTopK, d);
     }
   }
+  static uint16_t of(int token, int column) { return static_cast<uint16_t>(1 + (token * 131 + column) % 65000); }
   Carry carry() {
     return {reinterpret_cast<const uint8_t*>(tokens.data()), reinterpret_cast<uint8_t*>(rows.data()), row_TxK.data(), kCount, kStart,
-            kRows, kTopK, kExperts, kD / 8};
+            kRows, kTopK, kExperts, width / 8};
   }
-  // Real rows are those of `l`, padding up to a multiple of 64 is zero, nothing else is touched.
+  // Padding up to a multiple of 64 is zero, nothing else is touched.
   void check(const Layer& l) const {
     for (int e = 0; e < kExperts; ++e) {
       const int end = e + 1 < kExperts ? kStart[e + 1] : kRows;
       for (int r = kStart[e]; r < end; ++r) {
-        const bool written = r < kStart[e] + (kCount[e] + 63) / 64 * 64;
-        for (int d = 0; d < kD; ++d) {
-          const size_t at = static_cast<size_t>(r) * kD + d;
-          if (rows[at] == (written ? l.x[at] : 0xFFFF)) continue;
-          std::printf("carried row %d, column %d: %04x\n", r, d, rows[at]);
+        const bool padding = r < kStart[e] + (kCount[e] + 63) / 64 * 64;
+        for (int d = 0; d < width; ++d) {
+          const uint16_t want = l.slot[r] >= 0 ? of(l.slot[r] / kTopK, d) : padding ? 0 : 0xFFFF;
+          if (rows[static_cast<size_t>(r) * width + d] == want) continue;
+          std::printf("carried row %d of %d columns, column %d: %04x\n", r, width, d, rows[static_cast<size_t>(r) * width + d]);
           ++failures;
           return;
         }
@@ -345,10 +350,19 @@ struct Carried {
   }
 };
 
+// Rows wider than what a lane has in flight at once, with a part left at the end.
+uint64_t carry_wide(const Layer& l, uint32_t seed) {
+  Carried carried(l, 8 * 300);
+  const Carry carry = carried.carry();
+  host::run_cluster(32, 1024, seed, [&] { carry_rows<Host>(carry, static_cast<int>(Host::cluster_rank()), host::kBlocks); });
+  carried.check(l);
+  return digest(carried.rows.data(), 2 * carried.rows.size());
+}
+
 uint64_t dgrad_gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> dx(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kF, kD);
-  Carried carried(l);
+  Carried carried(l, kD);
   if (!on_n(variant)) args.carry = carried.carry();
   args.a = map_of(l.d_gate_up.data(), 2, kF, kRows, 2);
   args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
@@ -421,6 +435,7 @@ int main(int argc, char** argv) {
       if (kind == "gate_up") return gate_up(l, seed, variant);
       if (kind == "down") return down(l, seed, variant);
       if (kind == "dgrad_down") return dgrad_down(l, seed);
+      if (kind == "carry") return carry_wide(l, seed);
       if (kind == "dgrad_gate_up") return dgrad_gate_up(l, seed, variant);
       if (kind == "wgrad_down") return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed, variant);
       if (kind == "wgrad_gate_up") return wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed, variant);

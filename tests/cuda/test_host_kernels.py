@@ -9,7 +9,10 @@ import pytest
 
 from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
 
-KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
+KINDS = [
+    *("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"),
+    "carry",  # the dispatch beside dgrad_gate_up, of wide rows
+]
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
