@@ -270,6 +270,21 @@ def test_the_transport_is_chosen_by_bytes_or_by_name_and_logged_once(caplog):
     )
 
 
+def test_a_ragged_exchange_between_processes_needs_a_flag_of_xla(monkeypatch):
+    spec = spec_of(4, "expert", save="recompute")
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.delenv("XLA_FLAGS")
+    with pytest.raises(ValueError, match=r"its 4 ranks span processes of 1 GPUs.*use all_to_all, or set one"):
+        resolve_transport(spec, "ragged_all_to_all", "gpu")
+    assert resolve_transport(spec, "all_to_all", "gpu") == "all_to_all"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true")
+    assert resolve_transport(spec, "ragged_all_to_all", "gpu") == "ragged_all_to_all"
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)  # a process per node: its ranks may be all inside
+    assert resolve_transport(spec, "ragged_all_to_all", "gpu") == "ragged_all_to_all"
+
+
 @pytest.mark.parametrize(
     ("moe", "message"),
     [

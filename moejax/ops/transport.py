@@ -14,6 +14,7 @@ Letters: T tokens of this rank, K experts per token, D model width, R ranks, E e
 """
 
 import logging
+import os
 import types
 
 import jax
@@ -29,6 +30,12 @@ _MODULES: dict[str, types.ModuleType] = {
     "all_to_all": transport_exchange,
     "ragged_all_to_all": transport_exchange,
 }
+# Without one of them the first step fails in XLA. By its message the first is for NVLink domains of several hosts, the other for
+# networks.
+_RAGGED_FLAGS = (
+    "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=true",
+    "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true",
+)
 _logged: set[tuple[str, MoESpec]] = set()
 
 
@@ -75,7 +82,24 @@ def refuses(name: str, spec: MoESpec, platform: str | None = None) -> str | None
         )
     if name == transport_exchange.RAGGED and platform == "cpu":
         return "XLA has no ragged all-to-all on cpu: use all_to_all"
+    if (
+        name == transport_exchange.RAGGED
+        and _leaves_process(spec)
+        and not any(flag in _xla_flags() for flag in _RAGGED_FLAGS)
+    ):
+        return (
+            f"its {spec.ranks} ranks span processes of {jax.local_device_count()} GPUs, and XLA keeps it within a process unless "
+            f"XLA_FLAGS has {' or '.join(_RAGGED_FLAGS)}: use all_to_all, or set one (neither has been run)"
+        )
     return None
+
+
+def _leaves_process(spec: MoESpec) -> bool:
+    return jax.process_count() > 1 and spec.ranks > jax.local_device_count()
+
+
+def _xla_flags() -> list[str]:
+    return os.environ.get("XLA_FLAGS", "").split()
 
 
 def rows_per_token(name: str, spec: MoESpec) -> float:
