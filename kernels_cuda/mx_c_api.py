@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 
 import torch
-from c_api import ACTIVATIONS, LIBRARY, Plan, _Activation, _Shape
+from c_api import ACTIVATIONS, KINDS, LIBRARY, WAYS, Plan, _Activation, _Shape
 
 FORMS = ("none", "mx", "aligned", "aligned_tile", "dequantized")
 LAYOUTS = ("plain", "interleaved", "fragment")
@@ -146,10 +146,14 @@ class MxLayer:
         wgrad_bf16=False,
         activation="swiglu",
         library=LIBRARY,
+        ways=None,
     ):
+        """`ways`: how products run where not as by default, {"wgrad_down": "resident_128"}."""
         self.lib = load(library)
         rows = self.lib.moe_rows_bound(_I64(tokens), _I64(top_k), _I64(experts))
         self.shape = _Shape(tokens, top_k, experts, rows, d_model, width)
+        for kind, way in (ways or {}).items():
+            self.shape.way[KINDS.index(kind)] = WAYS.index(way)
         self.act = _Activation(*ACTIVATIONS[activation])
         self.mode, self.options = mode, (ctypes.c_int32(MODES.index(mode)), ctypes.c_int32(int(wgrad_bf16)))
         by = ctypes.byref(self.shape)

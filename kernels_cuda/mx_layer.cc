@@ -28,9 +28,11 @@ constexpr int kTileN = 256;  // accumulator columns of a block
     if (!status_.ok()) return status_;    \
   } while (0)
 
+bool has_fp8_wgrad(const MxOptions& options) { return options.mode == MxMode::kAligned && !options.wgrad_bf16; }
+
 int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
 
-Status check_shape(const LayerShape& s) {
+Status check_shape(const LayerShape& s, const MxOptions& options) {
   auto say = [](const char* name, int64_t value, const char* rule) {
     return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
   };
@@ -42,6 +44,11 @@ Status check_shape(const LayerShape& s) {
   if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
   if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
+  for (int kind = 0; kind < kNumKinds; ++kind) {
+    const Way way = s.way[kind];
+    const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && (way == kWayResident512 || way == kWayResident128);
+    if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
+  }
   return {};
 }
 
@@ -58,8 +65,11 @@ struct List : TaskList {
 // BF16 weight gradients: one operand at rest where most experts' rows fit, unless they continue a buffer.
 Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
   if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
-  const Way way = resident_way(rows_per_expert(s), n_extent(s, kind));
-  return way == kWayResident512 ? Layout::kResident512 : way == kWayResident128 ? Layout::kResident128 : Layout::kTokensM;
+  switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), n_extent(s, kind))) {
+    case kWayResident512: return Layout::kResident512;
+    case kWayResident128: return Layout::kResident128;
+    default: return Layout::kTokensM;
+  }
 }
 
 Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
@@ -219,7 +229,7 @@ struct BackwardMemory {
 BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOptions& options, bool accumulate) {
   BackwardMemory m = {};
   const bool fp8 = options.mode == MxMode::kAligned;
-  const bool fp8_wgrad = fp8 && !options.wgrad_bf16;
+  const bool fp8_wgrad = has_fp8_wgrad(options);
   m.dy = take_operand(w, s, fp8, s.d_model);
   m.d_gate_up = take_operand(w, s, fp8, s.width, 2);
   m.x = take_operand(w, s, fp8, s.d_model);
@@ -276,7 +286,7 @@ size_t mx_forward_workspace_bytes(const LayerShape& s, const MxOptions& options)
 Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& options, const uint16_t* x_TxD, const float* weight_TxK,
                   const Plan& plan, const MxWeights& weights, uint16_t* y_TxD, const MxSaved& saved, void* workspace,
                   cudaStream_t stream) {
-  MOE_RETURN_IF_ERROR(check_shape(s));
+  MOE_RETURN_IF_ERROR(check_shape(s, options));
   const bool fp8 = options.mode == MxMode::kAligned;
   const bool save_mx = saved.elements_2xMxF != nullptr;
   Workspace space(workspace);
@@ -334,9 +344,9 @@ size_t mx_backward_workspace_bytes(const LayerShape& s, const MxOptions& options
 Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& options, const uint16_t* x_TxD, const float* weight_TxK,
                    const uint16_t* dy_TxD, const Plan& plan, const MxWeights& weights, const MxSaved& saved, uint16_t* dx_TxD,
                    float* d_weight_TxK, float* dw_gate_up, float* dw_down, bool accumulate, void* workspace, cudaStream_t stream) {
-  MOE_RETURN_IF_ERROR(check_shape(s));
+  MOE_RETURN_IF_ERROR(check_shape(s, options));
   const bool fp8 = options.mode == MxMode::kAligned;
-  const bool fp8_wgrad = fp8 && !options.wgrad_bf16;
+  const bool fp8_wgrad = has_fp8_wgrad(options);
   const bool recompute = saved.gate_up_2xMxF == nullptr && saved.elements_2xMxF == nullptr;
   const int64_t D = s.d_model, F = s.width;
   Workspace space(workspace);

@@ -5,7 +5,7 @@
 // run on FP8 tensor cores; what is stored are the re-based bytes. kExact: operands keep their scales per 32 and are dequantised to BF16,
 // exactly, for BF16 tensor cores: the numerics of block-scaled hardware up to FP32 summation.
 //
-// Letters as in moe.h. D and F: multiples of 32.
+// Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched, and for weight gradients of BF16 operands resident.
 #pragma once
 
 #include "moe.h"

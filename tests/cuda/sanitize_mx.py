@@ -4,7 +4,7 @@ capability 9.0. As sanitize.py.
     python tests/cuda/sanitize_mx.py --out LOGS      # all four at once; prints one line per tool, exits 1 if one found something
     python tests/cuda/sanitize_mx.py --run           # the shapes alone, as the tools run them
 
-Both modes, weight gradients in MXFP8 and in BF16, saved, packed and recomputed residuals, accumulation.
+Both modes, weight gradients in MXFP8 and in BF16, in tiles and in strips, saved, packed and recomputed residuals, accumulation.
 """
 
 import argparse
@@ -16,7 +16,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "kernels_cu
 
 import sanitize
 
-SHAPES = [(130, 1, 3, 96, 160), (65, 2, 3, 160, 96)]  # T, K, E, D, F
+SHAPES = [
+    (65, 2, 3, 160, 96),
+    (300, 1, 1, 96, 160),
+]  # T, K, E, D, F; the second has three K blocks in a weight gradient
 READERS = ("quantize_tile", "combine_kernel")  # of what bulk tensor stores wrote
 
 
@@ -40,13 +43,14 @@ def run_shapes(unwritten: bool) -> None:
         x, dy = randn(tokens, d).bfloat16(), randn(tokens, d).bfloat16()
         weight, expert = torch.rand(tokens, experts, device="cuda", generator=generator).topk(top_k)
         w_gate_up, w_down = randn(experts, 2, f, d) * d**-0.5, randn(experts, d, f) * f**-0.5
-        for mode, wgrad_bf16, save in (
-            ("aligned", False, "gate_up"),
-            ("aligned", True, "recompute"),
-            ("aligned", False, "gate_up_mx"),
-            ("exact", False, "gate_up"),
+        for mode, wgrad_bf16, save, way in (
+            ("aligned", False, "gate_up", "dispatched"),
+            ("aligned", True, "recompute", "resident_512"),
+            ("aligned", False, "gate_up_mx", "dispatched"),  # continues a buffer
+            ("exact", False, "gate_up", "resident_128"),
         ):
-            layer = mx_c_api.MxLayer(tokens, top_k, experts, d, f, mode, wgrad_bf16)
+            ways = {"wgrad_down": way, "wgrad_gate_up": way}
+            layer = mx_c_api.MxLayer(tokens, top_k, experts, d, f, mode, wgrad_bf16, ways=ways)
             weights = layer.prepare(w_gate_up), layer.prepare(w_down)
             plan, saved = layer.schedule(expert.int().contiguous(), layer.new_plan()), layer.new_saved(save)
             y, dx, d_weight = fresh(x.shape, x.dtype), fresh(x.shape, x.dtype), fresh(weight.shape, torch.float32)
@@ -58,7 +62,7 @@ def run_shapes(unwritten: bool) -> None:
             torch.cuda.synchronize()
             for result in (y, dx, d_weight, *dw):
                 assert result.isfinite().all(), (mode, save)
-            print(mode, wgrad_bf16, save, y.float().norm().item())
+            print(mode, wgrad_bf16, save, way, y.float().norm().item(), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ CASES = {
     # name: (group sizes or None, K, E, T, D, F, activation, data)
     "issue_sizes": ([162, 0, 257, 446, 0, 83], 1, 6, None, 352, 224, "swiglu", "gaussian"),
     "tiny_groups": ([1, 31, 32, 33, 0, 127, 129], 1, 7, None, 288, 160, "swiglu_oai", "gaussian"),
+    "long_experts": ([700, 129, 300], 1, 3, None, 160, 288, "swiglu", "gaussian"),
     "one_expert": ([385], 1, 1, None, 96, 544, "geglu", "gaussian"),
     "top_k": (None, 4, 9, 500, 512, 384, "swiglu", "gaussian"),
     "outliers": (None, 2, 4, 300, 640, 256, "swiglu", "outliers"),
@@ -77,10 +78,9 @@ class Problem:
         self.w_down = normal(experts, self.d, self.f, fan=self.f)
         self.weight = torch.from_numpy(rng.random(ids.shape) + 0.1).float().cuda()
 
-    def run(self, mode="aligned", wgrad_bf16=False, save="gate_up", accumulate_into=None, dirt=0):
-        layer = mx_c_api.MxLayer(
-            self.tokens, self.top_k, self.experts, self.d, self.f, mode, wgrad_bf16, self.activation
-        )
+    def run(self, mode="aligned", wgrad_bf16=False, save="gate_up", accumulate_into=None, dirt=0, ways=None):
+        shape = (self.tokens, self.top_k, self.experts, self.d, self.f)
+        layer = mx_c_api.MxLayer(*shape, mode, wgrad_bf16, self.activation, ways=ways)
         gate_up, down = layer.prepare(self.w_gate_up), layer.prepare(self.w_down)
         plan = layer.schedule(self.expert, layer.new_plan())
         layer.soil()
@@ -137,6 +137,25 @@ def test_layer_matches_the_same_operands_in_double_precision(name, mode, wgrad_b
     for e in range(p.experts):
         if not (p.expert == e).any():
             assert not got["dw_gate_up"][e].any() and not got["dw_down"][e].any()
+
+
+@pytest.mark.parametrize("name", ["issue_sizes", "tiny_groups", "long_experts", "top_k"])
+@pytest.mark.parametrize("mode", ["aligned", "exact"])
+def test_every_way_of_a_bf16_weight_gradient_has_equal_bits(name, mode):
+    p = Problem(name)
+    tiles, *strips = (
+        p.run(mode, wgrad_bf16=True, ways={"wgrad_down": way, "wgrad_gate_up": way})
+        for way in ("dispatched", "resident_512", "resident_128")
+    )
+    for other in strips:
+        for k in NAMES:
+            assert torch.equal(tiles[k], other[k]), k
+
+
+@pytest.mark.parametrize("ways", [{"gate_up": "gathered"}, {"wgrad_down": "resident_512"}], ids=str)
+def test_a_way_that_a_product_does_not_have_is_refused(ways):
+    with pytest.raises(RuntimeError, match="way is [25], must be one that this product has in MXFP8"):
+        Problem("top_k").run(ways=ways)
 
 
 @pytest.mark.parametrize("mode", ["aligned", "exact"])
