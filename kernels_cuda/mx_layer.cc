@@ -1,8 +1,9 @@
 // The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
 // the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
-// x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up; d(gate), d(up) and weight * h in passes of their
-// own, which write both orientations from one read. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
+// kAligned: x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up, d(gate), d(up) and weight * h in that of
+// dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8. kExact does it in passes of their own. Weight gradients contract
+// over rows: their operands are quantised along rows and, for FP8, stored transposed.
 #include <algorithm>
 
 #include "gemm_kernels.h"
@@ -235,8 +236,10 @@ BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOption
   m.x = take_operand(w, s, fp8, s.d_model);
   m.dy_columns = take_operand(w, s, fp8_wgrad, s.d_model);
   m.x_columns = take_operand(w, s, fp8_wgrad, s.d_model);
-  m.d_gate_up_2xMxF = w.take<uint16_t>(2 * s.rows * s.width);
-  m.scaled_h_MxF = w.take<uint16_t>(s.rows * s.width);
+  if (!fp8_wgrad) {
+    m.d_gate_up_2xMxF = w.take<uint16_t>(2 * s.rows * s.width);
+    m.scaled_h_MxF = w.take<uint16_t>(s.rows * s.width);
+  }
   if (options.wgrad_bf16) {  // read as they are
     m.scaled_h_columns.data = m.scaled_h_MxF;
     m.d_gate_up_columns.data = m.d_gate_up_2xMxF;
@@ -304,7 +307,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   up.b_codes = weights.gate_up_fprop_codes;
   if (fp8) {  // quantised in the epilogue
     MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width));
-    up.h_codes = m.h_operand.codes;
+    up.row_codes = m.h_operand.codes;
   } else {
     MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));
   }
@@ -390,19 +393,28 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dh.a_codes = m.dy.codes;
   dh.b_codes = weights.down_dgrad_codes;
   dh.gate_up = gate_up;
-  MOE_RETURN_IF_ERROR(bf16_map(&dh.out, "d_gate_up", s, m.d_gate_up_2xMxF, F, 2));
-  MOE_RETURN_IF_ERROR(bf16_map(&dh.scaled_h, "weight * h", s, m.scaled_h_MxF, F));
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
   dh.weight_partial = m.partial_CxM;
+  if (fp8) {  // quantised in the epilogue
+    MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2));
+    MOE_RETURN_IF_ERROR(column_map(&dh.d_gate_up, "d_gate_up", s, m.d_gate_up_columns, F, 2));
+    MOE_RETURN_IF_ERROR(column_map(&dh.scaled_h, "weight * h", s, m.scaled_h_columns, F));
+    dh.row_codes = m.d_gate_up.codes;
+    dh.column_codes = m.d_gate_up_columns.codes;
+    dh.scaled_h_scales = reinterpret_cast<uint16_t*>(m.scaled_h_columns.codes);
+  } else {
+    MOE_RETURN_IF_ERROR(bf16_map(&dh.out, "d_gate_up", s, m.d_gate_up_2xMxF, F, 2));
+    MOE_RETURN_IF_ERROR(bf16_map(&dh.scaled_h, "weight * h", s, m.scaled_h_MxF, F));
+  }
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, fp8, stream));
 
-  const MxOutput d_gate_up_columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
-  MOE_RETURN_IF_ERROR(
-      quantize(rows_source(s, plan, m.d_gate_up_2xMxF, F, 2), m.d_gate_up.output(Form::kAligned, false), d_gate_up_columns, stream));
-  if (!options.wgrad_bf16) {
-    MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.scaled_h_MxF, F), {},
-                                 m.scaled_h_columns.output(Form::kAligned, true, CodeLayout::kFragment), stream));
+  if (!fp8) {
+    const MxOutput columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
+    MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.d_gate_up_2xMxF, F, 2), m.d_gate_up.output(Form::kAligned, false), columns, stream));
+    if (!options.wgrad_bf16) {
+      MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.scaled_h_MxF, F), {}, m.scaled_h_columns.output(Form::kAligned, true), stream));
+    }
   }
 
   auto dw_down_args = arguments(s, kWgradDown, act, fp8_wgrad);

@@ -1,6 +1,6 @@
 // The FP8 products of `aligned` MXFP8 on Hopper: consumers of a GEMM block whose operands are E4M3 with one scale code per
-// 128 of the contraction. Ring, tasks, loader, epilogues and store warps are those of the BF16 blocks (mma_sm90.h), but for h, which leaves in
-// MXFP8 (mx_epilogue.h). Kernels: mx_gemm_kernels.cu.
+// 128 of the contraction. Ring, tasks, loader, epilogues and store warps are those of the BF16 blocks (mma_sm90.h), but for h and the
+// results of kDgradDown, which leave in MXFP8 (mx_epilogue.h). Kernels: mx_gemm_kernels.cu.
 //
 // A panel (64 rows of 128 bytes) holds 128 of K, so a stage carries as many bytes as in BF16 and twice the work. FP8 operands must be
 // K-major, so the weight gradients read transposed copies. The tensor core keeps about 14 bits of a sum: a K block is summed in 64
@@ -27,6 +27,7 @@ struct MxConfig : GemmConfig<256> {
   static constexpr int kTurnOffset = GemmConfig<256>::kSharedBytes;
   static constexpr int kScaleOffset = (kTurnOffset + 8 * kConsumers + 127) / 128 * 128;
   static constexpr int kScaleBytesA = kTileM, kScaleBytesB = 2 * kTileN;
+  static constexpr int kGroupOffset = kScaleOffset;  // kDgradDown: barriers of its epilogue; row kinds have no scales in the ring
   static constexpr int kSharedBytes = kScaleOffset + kStages * (kScaleBytesA + kScaleBytesB);
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
@@ -41,7 +42,13 @@ struct MxArguments : GemmArguments<TensorMap> {
   // Weight gradients: not codes but the scales themselves in BF16 (one operation each in the K loop instead of five): (M/128, n_extent rounded
   // up to 128), each 128 in the order of mx::fragment_position. They arrive through the ring with their K block.
   const uint16_t* b_scales;
-  uint8_t* h_codes;  // kGateUp: (F/128, M) of h, which `out` takes as E4M3
+  // What `out` takes as E4M3: (F/128, M) of h for kGateUp, (2, F/128, M) of d(gate) and d(up) for kDgradDown.
+  uint8_t* row_codes;
+  // kDgradDown, for FP8 weight gradients: d(gate), d(up) and weight * h along columns, transposed ((2, F, M) and `scaled_h` (F, M)), their codes
+  // (2, M/128, F rounded up to 128) and scales (as b_scales). Without column_codes d_gate_up and scaled_h are BF16 rows.
+  TensorMap d_gate_up;
+  uint8_t* column_codes;
+  uint16_t* scaled_h_scales;
 };
 
 template <class TensorMap>
@@ -259,6 +266,9 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
   } else if constexpr (kKind == kGateUp) {
     MxGateUpTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, {}};
     write_gate_up<kPlain, Isa>(results, args);
+  } else if constexpr (kKind == kDgradDown) {
+    MxDgradDownTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}};
+    write_dgrad_down<kPlain, Isa>(results, args);
   } else {
     RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring, {}};
     if (results.wanted(args)) {
@@ -277,6 +287,7 @@ struct MxRoles {
   static constexpr uint32_t kFullArrivals = 1;
   static MOE_FN void init(uint32_t base) {
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);
+    if constexpr (kKind == kDgradDown) GroupBarriers<Config>::template init<Isa>(base);
   }
 
   template <class Batch, class F>
@@ -307,6 +318,8 @@ struct MxRoles {
     each_task(batch, [&](const Task& task, const auto& args) {
       if constexpr (kKind == kGateUp) {
         store_gate_up_mx(task, args, base, consumer, tiles, ring);
+      } else if constexpr (kKind == kDgradDown) {
+        store_dgrad_down_mx(task, args, base, consumer, tiles, ring);
       } else {
         store_task<kKind>(task, args, base, consumer, tiles, ring);
       }

@@ -80,6 +80,12 @@ MOE_HOST_FN uint32_t scale_codes(uint32_t lo, uint32_t hi) {
 }
 MOE_HOST_FN uint32_t scale_code(uint32_t amax) { return scale_codes(amax, 0) & 0xFFu; }
 
+// The code of one block from the largest magnitude as BF16 bits (which never are 0x0460 and a one behind them).
+MOE_HOST_FN uint32_t scale_code_bf16(uint32_t amax) {
+  const int code = static_cast<int>((amax + 0x1Fu) >> 7) - 8;
+  return amax >= 0x7F80u ? kPoison : code > 0 ? static_cast<uint32_t>(code) : 0u;
+}
+
 // What elements are multiplied by, 2^(127 - s); NaN for a poisoned block, which makes every element NaN.
 MOE_HOST_FN float reciprocal_scale(uint32_t code) { return float_of(code == kPoison ? 0x7FFFFFFFu : (254u - code) << 23); }
 

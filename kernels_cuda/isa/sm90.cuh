@@ -164,6 +164,13 @@ struct Sm90 {
                  : "r"(address)
                  : "memory");
   }
+  // The same with every matrix transposed: lane 4 i + j gets rows 2 j and 2 j + 1 of column i.
+  static MOE_FN void load_matrices_transposed(uint32_t address, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
   static MOE_FN void store_float2(uint32_t address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
   }

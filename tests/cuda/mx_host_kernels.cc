@@ -241,6 +241,29 @@ double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
 
 constexpr size_t kWide = size_t{kRows} * kF, kDeep = size_t{kRows} * kD;
 
+// Rows as a Quantized has them, up to the end of each expert's last 64 rows.
+void compare_bytes(const char* what, const Quantized& q, const uint8_t* bytes, const uint8_t* codes) {
+  const auto expected = q.codes_by_block();
+  for (int e = 0; e < kExperts; ++e) {
+    for (int r = kStart[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {  // padding of a warpgroup too: zeros
+      bool same = std::memcmp(&q.bytes[size_t(r) * q.length], &bytes[size_t(r) * q.length], q.length) == 0;
+      for (int b = 0; b < blocks_of(q.length); ++b) same = same && expected[size_t(b) * kRows + r] == codes[size_t(b) * kRows + r];
+      if (!same) {
+        std::printf("%s: row %d differs from the quantised BF16 values\n", what, r);
+        ++failures;
+        return;
+      }
+    }
+  }
+}
+template <class Code>
+void compare_lines(const char* what, const Quantized& q, const uint8_t* bytes, const std::vector<Code>& expected, const Code* codes) {
+  if (std::memcmp(q.bytes.data(), bytes, q.bytes.size()) != 0 || std::memcmp(expected.data(), codes, sizeof(Code) * expected.size()) != 0) {
+    std::printf("%s: differs from the quantised BF16 values\n", what);
+    ++failures;
+  }
+}
+
 uint64_t gate_up(uint32_t seed) {
   const Stack x = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * 2 * kF * kD, 0.1f), 2 * kExperts, kF, kD, false);
   std::vector<uint16_t> saved(2 * kWide, 0xFFFF);
@@ -251,7 +274,7 @@ uint64_t gate_up(uint32_t seed) {
   args.a_codes = x.codes.data();
   args.b_codes = w.codes.data();
   args.out = map_of(h.data(), 1, kF, kRows);
-  args.h_codes = h_codes.data();
+  args.row_codes = h_codes.data();
   args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
   args.save_gate_up = args.write_out = 1;
   run<kGateUp>(args, seed);
@@ -265,18 +288,7 @@ uint64_t gate_up(uint32_t seed) {
       expected[at] = bf16_value(Host::bf16(activation_forward<true, HostMx>(bf16_value(saved[at]), bf16_value(saved[kWide + at]), Activation{})));
     }
   }
-  const Quantized q(expected.data(), kRows, kF, 1);
-  const auto codes = q.codes_by_block();
-  for (int e = 0; e < kExperts; ++e) {
-    for (int r = kStart[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {  // padding of a warpgroup too: zeros
-      bool same = std::memcmp(&q.bytes[size_t(r) * kF], &h[size_t(r) * kF], kF) == 0;
-      for (int b = 0; b < blocks_of(kF); ++b) same = same && codes[size_t(b) * kRows + r] == h_codes[size_t(b) * kRows + r];
-      if (!same) {
-        std::printf("h of row %d differs from the quantised activation\n", r);
-        ++failures;
-      }
-    }
-  }
+  compare_bytes("h", Quantized(expected.data(), kRows, kF, 1), h.data(), h_codes.data());
   return digest(h.data(), h.size()) ^ digest(h_codes.data(), h_codes.size()) ^ digest(saved.data(), 2 * saved.size());
 }
 
@@ -294,6 +306,7 @@ uint64_t down(uint32_t seed) {
   return digest(y.data(), 2 * y.size());
 }
 
+// Twice: with BF16 results beside the quantised rows, and with everything quantised; the second is held to the BF16 values of the first.
 uint64_t dgrad_down(uint32_t seed) {
   const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * kD * kF, 0.1f), kExperts, kD, kF, true);
   std::vector<uint16_t> gate_up(2 * kWide), out(2 * kWide, 0xFFFF), scaled(kWide, 0xFFFF);
@@ -302,15 +315,22 @@ uint64_t dgrad_down(uint32_t seed) {
   std::vector<int> slot(kRows);
   for (int r = 0; r < kRows; ++r) {
     slot[r] = expert_of(r) < 0 ? -1 : kRows - 1 - r;
-    weight[r] = std::uniform_real_distribution<float>(0.0f, 1.0f)(generator);
+    weight[r] = std::ldexp(std::uniform_real_distribution<float>(0.0f, 1.0f)(generator), r / 32 % 4);  // column blocks at scales of their own
+    if (expert_of(r) < 0) gate_up[size_t(r) * kF] = 0x7FFF;  // nothing of a padded row may reach anything
   }
+  constexpr int kPitch = (kF + 127) / 128 * 128;
+  std::vector<uint8_t> rows(2 * kWide, 0xFF), row_codes(size_t(2 * blocks_of(kF)) * kRows, 0xFF), again(rows), codes_again(row_codes);
+  std::vector<uint8_t> columns(2 * kWide, 0xFF), column_codes(size_t{2} * kRows / 128 * kPitch, 0xFF), scaled_columns(kWide, 0xFF);
+  std::vector<uint16_t> scales(size_t{kRows} / 128 * kPitch, 0xFFFF);
   Arguments args = arguments(kD, kF, kF);
   args.a = map_of(dy.bytes.data(), 1, kD, kRows);
   args.b = map_of(w.bytes.data(), 1, kD, kF, 1, kExperts);
   args.a_codes = dy.codes.data();
   args.b_codes = w.codes.data();
   args.gate_up = map_of(gate_up.data(), 2, kF, kRows, 2);
-  args.out = map_of(out.data(), 2, kF, kRows, 2);
+  args.out = map_of(rows.data(), 1, kF, kRows, 2);
+  args.row_codes = row_codes.data();
+  args.d_gate_up = map_of(out.data(), 2, kF, kRows, 2);
   args.scaled_h = map_of(scaled.data(), 2, kF, kRows);
   args.weight_TxK = weight.data();
   args.slot_M = slot.data();
@@ -326,7 +346,36 @@ uint64_t dgrad_down(uint32_t seed) {
                [&](int r, int e, int f) { return weight[slot[r]] * dot(dy.parts[0], r, w.parts[e], f) * g(r, f) * sigmoid(g(r, f)); });
   compare_rows("weight * h", scaled.data(), kF, 4e-3,
                [&](int r, int, int f) { return weight[slot[r]] * g(r, f) * sigmoid(g(r, f)) * u(r, f); });
-  return digest(out.data(), 2 * out.size()) ^ digest(partial.data(), 4 * partial.size());
+
+  args.out = map_of(again.data(), 1, kF, kRows, 2);
+  args.row_codes = codes_again.data();
+  args.d_gate_up = map_of(columns.data(), 1, kRows, kF, 2);
+  args.column_codes = column_codes.data();
+  args.scaled_h = map_of(scaled_columns.data(), 1, kRows, kF);
+  args.scaled_h_scales = scales.data();
+  run<kDgradDown>(args, seed);
+  auto values = [&](const uint16_t* bits) {  // rows outside the experts count as zero
+    std::vector<float> v(kWide, 0.0f);
+    for (size_t i = 0; i < kWide; ++i) {
+      if (expert_of(static_cast<int>(i / kF)) >= 0) v[i] = bf16_value(bits[i]);
+    }
+    return v;
+  };
+  const size_t codes_wide = size_t(blocks_of(kF)) * kRows, codes_deep = size_t{kRows} / 128 * kPitch;
+  for (int half = 0; half < 2; ++half) {
+    const auto x = values(&out[half * kWide]), t = transposed(x.data(), kRows, kF);
+    const Quantized by_row(x.data(), kRows, kF, 1), by_column(t.data(), kF, kRows, 1);
+    const char* what[2][3] = {{"d_gate by rows, beside BF16", "d_gate by rows", "d_gate by columns"},
+                              {"d_up by rows, beside BF16", "d_up by rows", "d_up by columns"}};
+    compare_bytes(what[half][0], by_row, &rows[half * kWide], &row_codes[half * codes_wide]);
+    compare_bytes(what[half][1], by_row, &again[half * kWide], &codes_again[half * codes_wide]);
+    compare_lines(what[half][2], by_column, &columns[half * kWide], by_column.codes_by_block(), &column_codes[half * codes_deep]);
+  }
+  const auto t = transposed(values(scaled.data()).data(), kRows, kF);
+  const Quantized by_column(t.data(), kF, kRows, 1);
+  compare_lines("weight * h by columns", by_column, scaled_columns.data(), by_column.scales_by_block(), scales.data());
+  return digest(out.data(), 2 * out.size()) ^ digest(partial.data(), 4 * partial.size()) ^ digest(again.data(), again.size()) ^
+         digest(columns.data(), columns.size());
 }
 
 uint64_t dgrad_gate_up(uint32_t seed) {

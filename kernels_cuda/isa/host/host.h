@@ -109,24 +109,16 @@ struct Host {
   };
   static void store_matrices(uint32_t address, const uint32_t (&r)[4]) { move_matrices("stmatrix", address, const_cast<uint32_t*>(r)); }
   static void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
-    // Lane 4 i + j holds row i, columns 2 j and 2 j + 1, of each matrix; first the lanes exchange them for the transposes.
     uint32_t flipped[4];
-    uint32_t* pair[2] = {const_cast<uint32_t*>(r), flipped};
-    warp("stmatrix.trans", 0, pair, [](void** data) {
-      auto half = [&](int lane, int matrix, int column) {
-        return static_cast<uint32_t**>(data[lane])[0][matrix] >> (16 * column) & 0xffffu;
-      };
-      for (int lane = 0; lane < 32; ++lane) {
-        const int row = lane / 4, column = 2 * (lane % 4);  // of the transpose: element (row, column) is (column, row) of the matrix
-        for (int matrix = 0; matrix < 4; ++matrix) {
-          const uint32_t lo = half(4 * column + row / 2, matrix, row % 2), hi = half(4 * (column + 1) + row / 2, matrix, row % 2);
-          static_cast<uint32_t**>(data[lane])[1][matrix] = lo | hi << 16;
-        }
-      }
-    });
+    transpose_matrices("stmatrix.trans", r, flipped);
     move_matrices("stmatrix", address, flipped);
   }
   static void load_matrices(uint32_t address, uint32_t (&r)[4]) { move_matrices("ldmatrix", address, r); }
+  static void load_matrices_transposed(uint32_t address, uint32_t (&r)[4]) {
+    uint32_t lines[4];
+    move_matrices("ldmatrix", address, lines);
+    transpose_matrices("ldmatrix.trans", lines, r);
+  }
   static void store_float2(uint32_t address, float a, float b) {
     const float v[2] = {a, b};
     std::memcpy(host::shared(host::block(), address, 8), v, 8);
@@ -266,6 +258,23 @@ struct Host {
               std::memcpy(value, line + 4 * quad, 4);
             }
           }
+        }
+      }
+    });
+  }
+
+  // Lane 4 i + j holds row i, columns 2 j and 2 j + 1, of each matrix, before and after.
+  static void transpose_matrices(const char* name, const uint32_t (&from)[4], uint32_t (&to)[4]) {
+    uint32_t* pair[2] = {const_cast<uint32_t*>(from), to};
+    warp(name, 0, pair, [](void** data) {
+      auto half = [&](int lane, int matrix, int column) {
+        return static_cast<uint32_t**>(data[lane])[0][matrix] >> (16 * column) & 0xffffu;
+      };
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4, column = 2 * (lane % 4);  // of the transpose: element (row, column) is (column, row) of the matrix
+        for (int matrix = 0; matrix < 4; ++matrix) {
+          const uint32_t lo = half(4 * column + row / 2, matrix, row % 2), hi = half(4 * (column + 1) + row / 2, matrix, row % 2);
+          static_cast<uint32_t**>(data[lane])[1][matrix] = lo | hi << 16;
         }
       }
     });
