@@ -8,35 +8,15 @@
 
 namespace moe {
 
-// --- four blocks of 32, re-based to one code ---------------------------------------------------------------------------------------
-struct GroupCodes {
-  uint32_t code[4], common;
-};
-
-// `largest`: of each block, the largest magnitudes of this lane as pairs of BF16; the four lanes of a line hold a block together. Two blocks
-// share a shuffle.
+// The largest magnitudes of two blocks, from pairs of four lanes each.
 template <class Isa>
-MOE_FN GroupCodes group_codes(const uint32_t (&largest)[4]) {
-  GroupCodes codes;
-  codes.common = 0;
-  MOE_UNROLL
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t lo = Isa::permute_bytes(largest[i], largest[i + 1], 0x5410), hi = Isa::permute_bytes(largest[i], largest[i + 1], 0x7632);
-    uint32_t both = Isa::max_pairs(lo, hi);
-    both = Isa::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 1)));
-    both = Isa::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 2)));
-    codes.code[i] = mx::scale_code_bf16(both & 0xFFFFu);
-    codes.code[i + 1] = mx::scale_code_bf16(both >> 16);
-  }
-  MOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t finite = codes.code[i] == mx::kPoison ? 0 : codes.code[i];
-    codes.common = codes.common > finite ? codes.common : finite;
-  }
-  return codes;
+MOE_FN uint32_t block_maxima(uint32_t a, uint32_t b) {
+  uint32_t both = mx::larger_halves(a, b);
+  both = mx::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 1)));
+  return mx::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 2)));
 }
 
-// Pairs of BF16 of 64 rows x 128 columns: [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in RegisterTile.
+// h of a lane: pairs of BF16, [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in RegisterTile.
 using ActivationPairs = uint32_t[2][16];
 
 // Quantises 64 rows x 128 columns into `panel` and gives the codes of the lane's two rows, the same in all four lanes of a row.
@@ -45,24 +25,20 @@ MOE_FN void quantize_panel(const ActivationPairs& h, uint32_t panel, const Epilo
   MOE_UNROLL
   for (int half = 0; half < 2; ++half) {
     auto pair = [&](int block, int k) { return h[block / 2][8 * (block % 2) + 4 * (k / 2) + 2 * (k % 2) + half]; };
-    uint32_t largest[4] = {};
-    MOE_UNROLL
-    for (int block = 0; block < 4; ++block) {
-      MOE_UNROLL
-      for (int k = 0; k < 4; ++k) largest[block] = Isa::max_pairs(largest[block], pair(block, k) & 0x7FFF7FFFu);
-    }
-    const GroupCodes codes = group_codes<Isa>(largest);
-    common[half] = codes.common;
+    auto largest = [&](int block) { return mx::largest_pair(pair(block, 0), pair(block, 1), pair(block, 2), pair(block, 3)); };
+    const mx::TwoScales scales[2] = {mx::TwoScales(block_maxima<Isa>(largest(0), largest(1))), mx::TwoScales(block_maxima<Isa>(largest(2), largest(3)))};
+    const uint32_t both = mx::max_pairs(scales[0].raised, scales[1].raised), raised = mx::larger(mx::half_of(both, 0), mx::half_of(both, 1));
+    common[half] = raised - 8;
     const uint32_t row = epilogue.row_in_group() + 8 * half;
     MOE_UNROLL
     for (int block = 0; block < 4; ++block) {
-      const float scale = mx::reciprocal_scale(codes.code[block]);
-      const uint32_t factor = mx::rebase_factor(codes.code[block], codes.common);
+      uint32_t bytes[2];
+      mx::quantize_eight<true>(pair(block, 0), pair(block, 1), pair(block, 2), pair(block, 3), scales[block / 2].scale[block % 2],
+                               mx::half_of(scales[block / 2].raised, block % 2), raised, bytes);
       MOE_UNROLL
       for (int k = 0; k < 4; ++k) {
-        const uint32_t q = mx::quantize_pair<Isa>(pair(block, k), scale, scale);
         const uint32_t byte = 32 * block + 8 * k + 2 * (epilogue.lane % 4);
-        Isa::store_short(panel + panel_offset(row, byte / 16) + byte % 16, mx::rebase_e4m3(q, factor));
+        Isa::store_short(panel + panel_offset(row, byte / 16) + byte % 16, bytes[k / 2] >> 16 * (k % 2));
       }
     }
   }
@@ -129,7 +105,7 @@ MOE_FN void store_gate_up_mx(const Task& task, const Arguments& args, uint32_t s
 
 // --- d(gate), d(up), weight * h -------------------------------------------------------------------------------------------------------
 // Barriers of kDgradDown, in MxConfig's room for more. shared: the 8 warps of both consumers arrive once the BF16 values of a group of 128
-// columns are written, and taken: once they have read each other's; every warp waits for both. staging[consumer]: its store warp arrives when
+// columns are written, and taken: once they have read each other's, for each of the three matrices; every warp waits for both. staging[consumer]: its store warp arrives when
 // a group has left shared memory; the consumer waits before it writes the next group's rows into its staging panels.
 template <class Config>
 struct GroupBarriers {
@@ -161,21 +137,18 @@ struct ColumnStrip {
     MOE_UNROLL
     for (int block = 0; block < 4; ++block) {
       Isa::load_matrices_transposed(source(panels[block / 2], lane, chunk) + 32 * kPanelRowBytes * (block % 2), pairs[block]);
-      largest[block] = pairs[block][0] & 0x7FFF7FFFu;
-      MOE_UNROLL
-      for (int m = 1; m < 4; ++m) largest[block] = Isa::max_pairs(largest[block], pairs[block][m] & 0x7FFF7FFFu);
+      largest[block] = mx::largest_pair(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3]);
     }
-    const GroupCodes codes = group_codes<Isa>(largest);
-    common = codes.common;
-    const uint32_t order = lane % 2 ? 0x1054u : 0x5410u;  // register m belongs at place m ^ lane % 4
+    const mx::TwoScales scales[2] = {mx::TwoScales(block_maxima<Isa>(largest[0], largest[1])), mx::TwoScales(block_maxima<Isa>(largest[2], largest[3]))};
+    const uint32_t both = mx::max_pairs(scales[0].raised, scales[1].raised), raised = mx::larger(mx::half_of(both, 0), mx::half_of(both, 1));
+    common = raised - 8;
+    const uint32_t order = lane % 2 ? 0x1032u : 0x3210u;  // register m belongs at place m ^ lane % 4
     MOE_UNROLL
     for (int block = 0; block < 4; ++block) {
-      const float scale = mx::reciprocal_scale(codes.code[block]);
-      const uint32_t factor = mx::rebase_factor(codes.code[block], common);
-      uint32_t q[4];
-      MOE_UNROLL
-      for (int m = 0; m < 4; ++m) q[m] = mx::rebase_e4m3(mx::quantize_pair<Isa>(pairs[block][m], scale, scale), factor);
-      const uint32_t a = Isa::permute_bytes(q[0], q[1], order), b = Isa::permute_bytes(q[2], q[3], order);
+      uint32_t q[2];
+      mx::quantize_eight<true>(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3], scales[block / 2].scale[block % 2],
+                               mx::half_of(scales[block / 2].raised, block % 2), raised, q);
+      const uint32_t a = mx::permute_bytes(q[0], q[0], order), b = mx::permute_bytes(q[1], q[1], order);
       bytes[block][0] = lane & 2 ? b : a;
       bytes[block][1] = lane & 2 ? a : b;
     }
@@ -219,77 +192,74 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
   }
 
  private:
+  // A row of the warp's 16 per half warp, 16 bytes of each of its lanes.
   template <class Arguments>
   MOE_FN void quantize_rows(const Arguments& args, int column) const {
     const auto& epilogue = this->epilogue;
+    const uint32_t lane = epilogue.lane, first = 16 * epilogue.warp + lane / 16;
+    const uint32_t stage = lane % 16 < 8 ? first_stage : this->ring.data();
+    const int at = this->tile.n0 + column;
+    uint8_t* codes = args.row_codes + at / 128 * args.num_rows + this->tile.row0 + 64 * epilogue.consumer + first;
+    const bool write = lane % 16 == 0 && this->rows > 0 && at < args.n_extent;
     Isa::barrier_wait(Barriers::staging(epilogue.base, epilogue.consumer), column == 0);
-    MOE_UNROLL
+    MOE_NO_UNROLL
     for (int r = 0; r < 2; ++r) {
-      ActivationPairs pairs;
+      const uint32_t from = slot_panel<Config>(stage, epilogue.consumer, r), to = staging_panel<Config>(epilogue.base, epilogue.consumer, r);
       MOE_UNROLL
-      for (int chunk = 0; chunk < 2; ++chunk) {
+      for (int step = 0; step < 4; ++step) {
+        typename Isa::Vector v[2];
         MOE_UNROLL
-        for (int p = 0; p < 4; ++p) {
-          uint32_t words[4];
-          Isa::load_matrices(epilogue.matrix_address(slot_panel<Config>(chunk ? this->ring.data() : first_stage, epilogue.consumer, r), p), words);
-          MOE_UNROLL
-          for (int i = 0; i < 4; ++i) pairs[chunk][4 * p + i] = words[i];
+        for (int k = 0; k < 2; ++k) v[k] = Isa::load_vector(from + panel_offset(first + 4 * step + 2 * k, lane % 8));
+        const mx::TwoScales scales(block_maxima<Isa>(mx::largest_pair(v[0].x, v[0].y, v[0].z, v[0].w), mx::largest_pair(v[1].x, v[1].y, v[1].z, v[1].w)));
+        uint32_t common = scales.raised;
+        MOE_UNROLL
+        for (uint32_t mask = 4; mask <= 8; mask *= 2) common = mx::max_pairs(common, mx::bits_of(Isa::shuffle_xor(mx::float_of(common), mask)));
+        MOE_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          uint32_t bytes[2];
+          mx::quantize_eight<true>(v[k].x, v[k].y, v[k].z, v[k].w, scales.scale[k], mx::half_of(scales.raised, k), mx::half_of(common, k), bytes);
+          const uint32_t row = first + 4 * step + 2 * k;
+          Isa::store_float2(to + panel_offset(row, lane % 16 / 2) + 8 * (lane % 2), mx::float_of(bytes[0]), mx::float_of(bytes[1]));
+          if (write) codes[4 * step + 2 * k] = static_cast<uint8_t>(mx::half_of(common, k) - 8);
         }
       }
-      uint32_t common[2];
-      quantize_panel<Isa>(pairs, staging_panel<Config>(epilogue.base, epilogue.consumer, r), epilogue, common);
-      const int at = this->tile.n0 + column;
-      if (epilogue.lane % 4 == 0 && this->rows > 0 && at < args.n_extent) {
-        uint8_t* codes = args.row_codes + (r * div_up(args.n_extent, 128) + at / 128) * args.num_rows + this->row(0);
-        codes[0] = static_cast<uint8_t>(common[0]);
-        codes[8] = static_cast<uint8_t>(common[1]);
-      }
+      codes += div_up(args.n_extent, 128) * args.num_rows;
     }
   }
 
+  // One matrix after the other: once all warps have read it, its place in the second stage takes the result.
   template <class Arguments>
   MOE_FN void quantize_columns(const Arguments& args, int column) {
     const auto& epilogue = this->epilogue;
-    const uint32_t stage = epilogue.consumer ? this->ring.data() : first_stage;
-    ColumnStrip<Isa> strips[3][2];
+    const uint32_t lane = epilogue.lane, stage = epilogue.consumer ? this->ring.data() : first_stage;
+    const int64_t pitch = div_up(args.n_extent, 128) * 128;
+    const int first_line = static_cast<int>(64 * epilogue.consumer + 16 * epilogue.warp + lane / 4);
+    const int64_t at = this->tile.row0 / 128 * pitch + this->tile.n0 + column;
+    const bool write = lane % 4 == 0 && this->tile.n0 + column < args.n_extent;
     Isa::barrier_wait(Barriers::shared(epilogue.base), column / 128);
-    MOE_UNROLL
+    MOE_NO_UNROLL
     for (int r = 0; r < 3; ++r) {
       const uint32_t panels[2] = {slot_panel<Config>(stage, 0, r), slot_panel<Config>(stage, 1, r)};
+      ColumnStrip<Isa> strips[2];
       MOE_UNROLL
-      for (uint32_t s = 0; s < 2; ++s) strips[r][s].quantize(panels, epilogue.lane, 2 * epilogue.warp + s);
-    }
-    Isa::fence_async_shared();  // the copy engine fills the first stage next
-    Isa::warp_sync();
-    if (epilogue.lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
-    write_codes(args, strips, this->tile.n0 + column);
-    Isa::barrier_wait(Barriers::taken(epilogue.base), column / 128);
-    Ring<Isa, Config>::release(first_empty);
-    MOE_UNROLL
-    for (int r = 0; r < 3; ++r) {
+      for (uint32_t s = 0; s < 2; ++s) strips[s].quantize(panels, lane, 2 * epilogue.warp + s);
+      Isa::fence_async_shared();  // the copy engine fills the first stage next
+      Isa::warp_sync();
+      if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
       MOE_UNROLL
-      for (uint32_t s = 0; s < 2; ++s) strips[r][s].write(slot_panel<Config>(this->ring.data(), epilogue.consumer, r), epilogue.lane, 2 * epilogue.warp + s);
-    }
-  }
-
-  // A byte per column of d(gate) and d(up), which are an operand A; scales in BF16, in fragment order, of weight * h, an operand B.
-  template <class Arguments>
-  MOE_FN void write_codes(const Arguments& args, const ColumnStrip<Isa> (&strips)[3][2], int column) const {
-    const auto& epilogue = this->epilogue;
-    if (column >= args.n_extent) return;
-    const int64_t pitch = div_up(args.n_extent, 128) * 128;
-    const int64_t at = this->tile.row0 / 128 * pitch + column;
-    MOE_UNROLL
-    for (uint32_t s = 0; s < 2; ++s) {
-      const int line = static_cast<int>(64 * epilogue.consumer + 16 * epilogue.warp + 8 * s + epilogue.lane / 4);
-      if (epilogue.lane % 4 == 0) {
-        args.column_codes[at + line] = static_cast<uint8_t>(strips[0][s].common);
-      } else if (epilogue.lane % 4 == 1) {
-        args.column_codes[args.num_rows / 128 * pitch + at + line] = static_cast<uint8_t>(strips[1][s].common);
-      } else if (epilogue.lane % 4 == 2) {
-        args.scaled_h_scales[at + mx::fragment_position(line)] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(strips[2][s].common)) >> 16);
+      for (int s = 0; s < 2; ++s) {
+        const int line = first_line + 8 * s;
+        if (write && r < 2) {  // a byte per column: an operand A
+          args.column_codes[r * (args.num_rows / 128) * pitch + at + line] = static_cast<uint8_t>(strips[s].common);
+        } else if (write) {  // scales in BF16, in fragment order: an operand B
+          args.scaled_h_scales[at + mx::fragment_position(line)] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(strips[s].common)) >> 16);
+        }
       }
+      Isa::barrier_wait(Barriers::taken(epilogue.base), (column / 128 + r) & 1);
+      MOE_UNROLL
+      for (uint32_t s = 0; s < 2; ++s) strips[s].write(slot_panel<Config>(this->ring.data(), epilogue.consumer, r), lane, 2 * epilogue.warp + s);
     }
+    Ring<Isa, Config>::release(first_empty);
   }
 };
 

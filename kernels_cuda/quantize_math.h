@@ -80,12 +80,6 @@ MOE_HOST_FN uint32_t scale_codes(uint32_t lo, uint32_t hi) {
 }
 MOE_HOST_FN uint32_t scale_code(uint32_t amax) { return scale_codes(amax, 0) & 0xFFu; }
 
-// The code of one block from the largest magnitude as BF16 bits (which never are 0x0460 and a one behind them).
-MOE_HOST_FN uint32_t scale_code_bf16(uint32_t amax) {
-  const int code = static_cast<int>((amax + 0x1Fu) >> 7) - 8;
-  return amax >= 0x7F80u ? kPoison : code > 0 ? static_cast<uint32_t>(code) : 0u;
-}
-
 // What elements are multiplied by, 2^(127 - s); NaN for a poisoned block, which makes every element NaN.
 MOE_HOST_FN float reciprocal_scale(uint32_t code) { return float_of(code == kPoison ? 0x7FFFFFFFu : (254u - code) << 23); }
 
@@ -136,7 +130,89 @@ MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
 #endif
 }
 
-// --- packed pairs of BF16, for epilogues --------------------------------------------------------------------------------------------
+// Four at once, from two pairs: of BF16 and their scale, and of elements re-based. The hardware's conversions fill a half of a register each.
+MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor);
+MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, float scale) {
+  const float x0 = float_of(lo << 16) * scale, x1 = float_of(lo & 0xFFFF0000u) * scale;
+  const float x2 = float_of(hi << 16) * scale, x3 = float_of(hi & 0xFFFF0000u) * scale;
+#ifdef __CUDA_ARCH__
+  uint32_t packed;
+  asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+#else
+  return pack_e4m3(x0, x1) | pack_e4m3(x2, x3) << 16;
+#endif
+}
+MOE_HOST_FN uint32_t rebase_quad(uint32_t bytes, uint32_t factor) {
+#ifdef __CUDA_ARCH__
+  uint32_t packed;
+  asm("{\n.reg .b16 lo, hi;\n.reg .b32 a, b;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 a, lo;\ncvt.rn.f16x2.e4m3x2 b, hi;\n"
+      "mul.rn.f16x2 a, a, %2;\nmul.rn.f16x2 b, b, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 lo, a;\ncvt.rn.satfinite.e4m3x2.f16x2 hi, b;\nmov.b32 %0, {lo, hi};\n}"
+      : "=r"(packed)
+      : "r"(bytes), "r"(factor));
+  return packed;
+#else
+  return rebase_e4m3(bytes & 0xFFFFu, factor) | rebase_e4m3(bytes >> 16, factor) << 16;
+#endif
+}
+
+// --- packed pairs of BF16 -----------------------------------------------------------------------------------------------------------
+// The larger of two, by unsigned 16-bit halves. Byte i of permute_bytes is the byte that digit i of the selector names: 0..3 of a, 4..7 of b.
+MOE_HOST_FN uint32_t max_pairs(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __vmaxu2(a, b);
+#else
+  const uint32_t lo = (a & 0xFFFFu) > (b & 0xFFFFu) ? a & 0xFFFFu : b & 0xFFFFu;
+  return lo | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
+#endif
+}
+MOE_HOST_FN uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, b, selector);
+#else
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xFFu) << 8 * i;
+  return result;
+#endif
+}
+MOE_HOST_FN uint32_t half_of(uint32_t pair, int i) { return i == 0 ? pair & 0xFFFFu : pair >> 16; }
+
+// Largest magnitudes of eight values, as a pair.
+MOE_HOST_FN uint32_t largest_pair(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  constexpr uint32_t kMagnitude = 0x7FFF7FFFu;
+  return max_pairs(max_pairs(a & kMagnitude, b & kMagnitude), max_pairs(c & kMagnitude, d & kMagnitude));
+}
+// Of two such pairs, the larger half of each.
+MOE_HOST_FN uint32_t larger_halves(uint32_t a, uint32_t b) { return max_pairs(permute_bytes(a, b, 0x5410), permute_bytes(a, b, 0x7632)); }
+
+// Scales of two blocks from their largest magnitudes, BF16 bits in the halves of a word. Codes are 8 above what they should be, so that they stay
+// unsigned, until code() gives them out.
+struct TwoScales {
+  uint32_t raised;    // codes + 8 in halves; 8 for a poisoned block, so that the larger of these is the common code of a group
+  uint32_t poisoned;  // bits 15 and 31
+  float scale[2];     // what elements are multiplied by
+
+  MOE_HOST_FN explicit TwoScales(uint32_t maxima) {
+    raised = max_pairs((maxima + 0x001F001Fu) >> 7 & 0x01FF01FFu, 0x00080008u);  // scale_code_by_integers, in 16 bits
+    poisoned = (maxima + 0x00800080u) & 0x80008000u;
+    MOE_UNROLL
+    for (int k = 0; k < 2; ++k) scale[k] = float_of(0x83000000u - (half_of(raised, k) << 23));  // 2^(127 - code)
+    if (poisoned != 0) {
+      MOE_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        if (half_of(poisoned, k) == 0) continue;
+        scale[k] = float_of(0x7FFFFFFFu);
+        raised = k == 0 ? (raised & 0xFFFF0000u) | 8u : (raised & 0xFFFFu) | 8u << 16;
+      }
+    }
+  }
+  MOE_HOST_FN uint32_t code(int k) const { return half_of(poisoned, k) != 0 ? kPoison : half_of(raised, k) - 8; }
+};
+
 // Magnitudes of a pair as FP32 bits: integers order NaN > Inf > finite, subnormals kept.
 MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16; }
 MOE_HOST_FN uint32_t magnitude_hi(uint32_t pair) { return pair & 0x7FFF0000u; }
@@ -223,6 +299,18 @@ MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor) {
   const float scale = half >= 0x400u ? float_of(((half >> 10) + 112u) << 23) : static_cast<float>(half) * 5.9604644775390625e-8f;
   return to_e4m3(from_e4m3(pair & 0xFFu) * scale) | to_e4m3(from_e4m3(pair >> 8 & 0xFFu) * scale) << 8;
 #endif
+}
+
+// Eight elements from four pairs; `raised` is the block's of TwoScales and `common` the largest of its group.
+template <bool kRebase>
+MOE_HOST_FN void quantize_eight(uint32_t a, uint32_t b, uint32_t c, uint32_t d, float scale, uint32_t raised, uint32_t common, uint32_t (&bytes)[2]) {
+  bytes[0] = quantize_quad(a, b, scale);
+  bytes[1] = quantize_quad(c, d, scale);
+  if (kRebase) {
+    const uint32_t factor = rebase_factor(raised, common);  // of a difference
+    bytes[0] = rebase_quad(bytes[0], factor);
+    bytes[1] = rebase_quad(bytes[1], factor);
+  }
 }
 
 // Where the scale of row m and block kb lies in the layout tcgen05 reads: atoms of 128 rows x 4 blocks, 512 bytes each, along K first.

@@ -4,49 +4,19 @@
 // registers, so that a block along a row is four neighbouring lanes and a block along a column four lanes that lie 4 apart. Codes meet
 // in shared memory, where re-basing finds the largest of a group; elements are packed so that eight of them lie along the axis that
 // will be contiguous, and leave through swizzled shared memory in whole 128-byte lines.
-#include "quantize.h"
+#include "quantize_tile.cuh"
 
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include "kernel_check.h"
 
 namespace moe {
+
+// quantize_transposed.cu: BF16, transposed columns.
+bool has_transposed_form(Form row, Form column);
+Status quantize_transposed_tiles(const TileParams& p, Form row, Form column, unsigned blocks, cudaStream_t stream);
+
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;
-
-// Division of numbers below 2^31 by one that the host knows: a product and a shift.
-struct Divisor {
-  uint32_t factor = 0, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t d) {
-    while ((uint64_t{1} << shift) < d) ++shift;
-    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
-  }
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
-    return static_cast<uint32_t>((static_cast<uint64_t>(n) * factor) >> 31 >> shift);
-  }
-};
-
-struct Params {
-  const void* data;
-  int64_t rows, columns;
-  uint32_t row_tiles, column_tiles;
-  const int32_t* slot_M;
-  Divisor slots_per_token;  // with gather
-  bool gather;
-  void* row_elements;
-  uint8_t* row_codes;
-  void* column_elements;
-  uint8_t* column_codes;
-  CodeLayout row_layout, column_layout;
-};
-
-enum Storage { kByRow, kByColumn };
-
 // Byte of a staged tile: line (row or column), byte in the line; 16-byte chunks are swizzled so that neither side meets bank conflicts.
 __device__ __forceinline__ int staged(int line, int byte) { return line * kTile + ((byte / 16) ^ ((line / 4) % 8)) * 16 + byte % 16; }
 
@@ -117,17 +87,6 @@ struct Patch<float> {
   }
 };
 
-// Largest code of a line's four, poison aside.
-__device__ __forceinline__ uint32_t common_code(uint32_t four) {
-  uint32_t m = 0;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const uint32_t code = four >> (8 * k) & 0xFF;
-    m = max(m, code == mx::kPoison ? 0u : code);
-  }
-  return m;
-}
-
 // Eight packed elements from four pairs, re-based if need be.
 template <bool kRebase>
 __device__ __forceinline__ uint2 pack8(const float (&x)[8], const float (&scale)[8], const uint32_t (&factor)[8]) {
@@ -164,44 +123,6 @@ __device__ __forceinline__ void write_tile(const uint8_t* tile, uint8_t* at, int
   }
 }
 
-// Codes of one orientation of a tile, `four` per line (line: the index across blocks), to memory. `lines` and `blocks` are those of the
-// whole matrix, line0 and block0 where the tile begins.
-template <Form kForm>
-__device__ __forceinline__ void write_codes(const uint32_t* four, const uint8_t* common, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
-                                            int64_t line0, int64_t lines, int64_t block0, int64_t elements) {
-  const int line = threadIdx.x;
-  if (kForm == Form::kMx) {
-    if (line >= kTile) return;
-    const uint32_t word = four[line];
-    const int64_t blocks = (elements + 31) / 32;
-    if (layout == CodeLayout::kInterleaved) {  // a tile is one atom; lanes change places so that its 512 bytes are written in order
-      const int64_t atoms = (elements + 127) / 128;
-      const int64_t atom = (matrix * ((lines + 127) / 128) + line0 / 128) * atoms + block0 / 4;
-      reinterpret_cast<uint32_t*>(out)[atom * 128 + line] = four[line / 4 + line % 4 * 32];
-    } else if (line0 + line < lines) {
-      const int count = static_cast<int>(min(static_cast<int64_t>(4), blocks - block0));
-      if (blocks_slow) {
-        for (int k = 0; k < count; ++k) out[(matrix * blocks + block0 + k) * lines + line0 + line] = word >> (8 * k);
-      } else {
-        uint8_t* at = out + (matrix * lines + line0 + line) * blocks + block0;
-        if (blocks % 4 == 0) {
-          *reinterpret_cast<uint32_t*>(at) = word;
-        } else {
-          for (int k = 0; k < count; ++k) at[k] = word >> (8 * k);
-        }
-      }
-    }
-  } else if (kForm == Form::kAligned) {
-    if (line >= kTile) return;
-    const int64_t at = (matrix * ((elements + 127) / 128) + block0 / 4) * ((lines + 127) / 128 * 128) + line0;
-    if (layout == CodeLayout::kFragment) {
-      reinterpret_cast<uint16_t*>(out)[at + mx::fragment_position(line)] = __float_as_uint(mx::finite_scale_value(common[line])) >> 16;
-    } else {
-      out[at + line] = common[line];
-    }
-  }
-}
-
 __device__ __forceinline__ uint32_t tile_common(const uint8_t* common) {
   const uint32_t four = reinterpret_cast<const uint32_t*>(common)[threadIdx.x % 32];  // no poison among them
   return __reduce_max_sync(0xFFFFFFFFu, common_code(four));
@@ -211,7 +132,7 @@ MOE_HOST_FN constexpr bool is_aligned(Form form) { return form == Form::kAligned
 MOE_HOST_FN constexpr bool staged_form(Form form) { return form != Form::kNone && form != Form::kDequantized; }
 
 template <class T, Form kRow, Form kColumn, bool kTransposed>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_tile(const Params p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_tile(const TileParams p) {
   constexpr bool kRows = kRow != Form::kNone, kColumns = kColumn != Form::kNone;
   constexpr int kStagedTiles = (staged_form(kRow) ? 1 : 0) + (staged_form(kColumn) ? 1 : 0);
   __shared__ __align__(16) uint8_t tiles[kStagedTiles > 0 ? kStagedTiles : 1][kStagedTiles > 0 ? kTile * kTile : 16];
@@ -222,11 +143,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   uint8_t* const row_tile = tiles[0];
   uint8_t* const column_tile = tiles[staged_form(kRow) && staged_form(kColumn) ? 1 : 0];
 
-  const uint32_t line_of_tiles = blockIdx.x / p.column_tiles;
-  const uint32_t column_tile_index = blockIdx.x - line_of_tiles * p.column_tiles;
-  const uint32_t matrix_index = line_of_tiles / p.row_tiles;
-  const uint32_t row_tile_index = line_of_tiles - matrix_index * p.row_tiles;
-  const int64_t matrix = matrix_index, row0 = static_cast<int64_t>(row_tile_index) * kTile, column0 = static_cast<int64_t>(column_tile_index) * kTile;
+  const TileIndex at(p);
+  const int64_t matrix = at.matrix, row0 = at.row0, column0 = at.column0;
   if (p.slot_M != nullptr && p.slot_M[row0] < 0) return;  // groups begin at tiles: no row of this one is real
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -378,33 +296,34 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
     }
     write_codes<kColumn>(column_codes, commons + kTile, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
     if (kColumn == Form::kAlignedTile && threadIdx.x == 0) {
-      p.column_codes[(matrix * p.column_tiles + column_tile_index) * p.row_tiles + row_tile_index] = column_tile_code;
+      p.column_codes[(matrix * p.column_tiles + at.column_tile) * p.row_tiles + at.row_tile] = column_tile_code;
     }
   }
 }
 
 template <class T, Form kRow, Form kColumn, bool kTransposed>
-Status launch(const Params& p, int64_t batch, cudaStream_t stream) {
-  const int64_t blocks = batch * p.row_tiles * static_cast<int64_t>(p.column_tiles);
-  if (blocks > INT32_MAX) return {"quantize: " + std::to_string(blocks) + " tiles of 128 x 128, must be below 2^31"};
-  if (blocks == 0) return {};
-  quantize_tile<T, kRow, kColumn, kTransposed><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+Status launch(const TileParams& p, unsigned blocks, cudaStream_t stream) {
+  quantize_tile<T, kRow, kColumn, kTransposed><<<blocks, kThreads, 0, stream>>>(p);
   return launched("quantize");
 }
 
 template <class T>
-Status choose(Form row, Form column, bool transposed, const Params& p, int64_t batch, cudaStream_t stream) {
+Status choose(Form row, Form column, bool transposed, const TileParams& p, unsigned blocks, cudaStream_t stream) {
   using F = Form;
 #define MOE_CASE(ROW, COLUMN, TRANSPOSED) \
-  if (row == ROW && column == COLUMN && (column == F::kNone || transposed == TRANSPOSED)) return launch<T, ROW, COLUMN, TRANSPOSED>(p, batch, stream)
+  if (row == ROW && column == COLUMN && (column == F::kNone || transposed == TRANSPOSED)) return launch<T, ROW, COLUMN, TRANSPOSED>(p, blocks, stream)
+  if constexpr (sizeof(T) == 4) {
+    MOE_CASE(F::kNone, F::kMx, true);
+    MOE_CASE(F::kMx, F::kMx, true);
+    MOE_CASE(F::kNone, F::kAligned, true);
+    MOE_CASE(F::kAligned, F::kAligned, true);
+  } else if (transposed && has_transposed_form(row, column)) {
+    return quantize_transposed_tiles(p, row, column, blocks, stream);
+  }
   MOE_CASE(F::kMx, F::kNone, false);
   MOE_CASE(F::kNone, F::kMx, false);
-  MOE_CASE(F::kNone, F::kMx, true);
   MOE_CASE(F::kMx, F::kMx, false);
-  MOE_CASE(F::kMx, F::kMx, true);
   MOE_CASE(F::kAligned, F::kNone, false);
-  MOE_CASE(F::kNone, F::kAligned, true);
-  MOE_CASE(F::kAligned, F::kAligned, true);
   MOE_CASE(F::kAlignedTile, F::kAlignedTile, true);
   MOE_CASE(F::kDequantized, F::kNone, false);
   MOE_CASE(F::kNone, F::kDequantized, false);
@@ -417,12 +336,15 @@ Status choose(Form row, Form column, bool transposed, const Params& p, int64_t b
 }  // namespace
 
 Status quantize_tiles(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream) {
-  Params p = {};
+  TileParams p = {};
   p.data = s.data;
   p.rows = s.rows;
   p.columns = s.columns;
   p.row_tiles = static_cast<uint32_t>((s.rows + kTile - 1) / kTile);
   p.column_tiles = static_cast<uint32_t>((s.columns + kTile - 1) / kTile);
+  if (p.row_tiles == 0) return {};
+  p.by_row_tiles = Divisor(p.row_tiles);
+  p.by_column_tiles = Divisor(p.column_tiles);
   p.slot_M = s.slot_M;
   p.gather = s.gather > 0;
   if (p.gather) p.slots_per_token = Divisor(static_cast<uint32_t>(s.gather));
@@ -432,8 +354,11 @@ Status quantize_tiles(const QuantizeSource& s, const MxOutput& by_rows, const Mx
   p.column_codes = by_columns.codes;
   p.row_layout = by_rows.layout;
   p.column_layout = by_columns.layout;
-  return s.fp32 ? choose<float>(by_rows.form, by_columns.form, by_columns.transposed, p, s.batch, stream)
-                : choose<__nv_bfloat16>(by_rows.form, by_columns.form, by_columns.transposed, p, s.batch, stream);
+  const int64_t blocks = s.batch * p.row_tiles * static_cast<int64_t>(p.column_tiles);
+  if (blocks > INT32_MAX) return {"quantize: " + std::to_string(blocks) + " tiles of 128 x 128, must be below 2^31"};
+  if (blocks == 0) return {};
+  const auto run = s.fp32 ? choose<float> : choose<__nv_bfloat16>;
+  return run(by_rows.form, by_columns.form, by_columns.transposed, p, static_cast<unsigned>(blocks), stream);
 }
 
 }  // namespace moe

@@ -50,9 +50,6 @@ struct Sm90Mx : Sm90 {
     asm volatile("ld.shared.u8 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
     return value;
   }
-  static MOE_FN uint32_t max_pairs(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }  // of unsigned 16-bit halves
-  // Byte i of the result is the byte that digit i of the selector names: 0..3 of a, 4..7 of b.
-  static MOE_FN uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
   static MOE_FN void store_short(uint32_t address, uint32_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
   }

@@ -25,16 +25,6 @@ struct HostMx : Host {
     });
   }
   static uint32_t load_shared_byte(uint32_t address) { return *host::shared(host::block(), address, 1); }
-  static uint32_t max_pairs(uint32_t a, uint32_t b) {
-    const uint32_t lo = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
-    return lo | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
-  }
-  static uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-    uint32_t result = 0;
-    for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
-    return result;
-  }
   static void store_short(uint32_t address, uint32_t value) {
     const uint16_t v = static_cast<uint16_t>(value);
     std::memcpy(host::shared(host::block(), address, 2), &v, 2);
