@@ -51,6 +51,38 @@ void quantize_rows(const uint32_t* bits, uint8_t* byte, uint8_t* code, int64_t r
   }
 }
 
+// The same of BF16 values by pairs, as the kernels take them: two blocks share a TwoScales, eight elements are made at once.
+void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int64_t rows, int64_t width, int aligned) {
+  using namespace moe::mx;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t first = 0; first < width; first += kAligned) {
+      uint32_t pairs[4][16] = {}, largest[4] = {};
+      const int blocks = static_cast<int>((width - first < kAligned ? width - first : kAligned) / kBlock);
+      for (int b = 0; b < blocks; ++b) {
+        const uint16_t* x = bits + r * width + first + kBlock * b;
+        for (int i = 0; i < 16; ++i) pairs[b][i] = x[2 * i] | static_cast<uint32_t>(x[2 * i + 1]) << 16;
+        for (int i = 0; i < 16; i += 4) largest[b] = max_pairs(largest[b], largest_pair(pairs[b][i], pairs[b][i + 1], pairs[b][i + 2], pairs[b][i + 3]));
+      }
+      const TwoScales scales[2] = {TwoScales(larger_halves(largest[0], largest[1])), TwoScales(larger_halves(largest[2], largest[3]))};
+      const uint32_t both = max_pairs(scales[0].raised, scales[1].raised), common = larger(half_of(both, 0), half_of(both, 1));
+      for (int b = 0; b < blocks; ++b) {
+        code[(r * width + first) / kBlock + b] = static_cast<uint8_t>(aligned ? common - 8 : scales[b / 2].code(b % 2));
+        for (int i = 0; i < 16; i += 4) {
+          const uint32_t* p = &pairs[b][i];
+          const float scale = scales[b / 2].scale[b % 2];
+          uint32_t q[2];
+          if (aligned) {
+            quantize_eight<true>(p[0], p[1], p[2], p[3], scale, half_of(scales[b / 2].raised, b % 2), common, q);
+          } else {
+            quantize_eight<false>(p[0], p[1], p[2], p[3], scale, 0, 0, q);
+          }
+          for (int k = 0; k < 8; ++k) byte[r * width + first + kBlock * b + 2 * i + k] = static_cast<uint8_t>(q[k / 4] >> 8 * (k % 4));
+        }
+      }
+    }
+  }
+}
+
 void product_scales(const uint8_t* a, const uint8_t* b, uint32_t* bits, int64_t n) {
   for (int64_t i = 0; i < n; ++i) bits[i] = moe::mx::bits_of(moe::mx::product_scale(a[i], b[i]));
 }

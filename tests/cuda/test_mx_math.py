@@ -9,6 +9,7 @@ import subprocess
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -95,6 +96,34 @@ def test_blocks_have_the_bits_of_the_reference(lib, kind, aligned):
     byte, code = np.empty((rows, width), np.uint8), np.empty((rows, width // 32), np.uint8)
     run(lib.quantize_rows, x.view(np.uint32), byte, code, numbers=[rows, width, aligned])
     expected = mxfp8.quantize(jnp.asarray(x))
+    expected = align(expected) if aligned else expected
+    np.testing.assert_array_equal(code, np.asarray(expected.scales))
+    np.testing.assert_array_equal(byte, np.asarray(expected.elements).view(np.uint8))
+
+
+def every_maximum():
+    """Each BF16 magnitude as the largest of a block, in all places of a group in turn; the others are smaller."""
+    bits = np.arange(2**15, dtype=np.uint16).repeat(32).reshape(-1, 128)
+    rng = np.random.default_rng(5)
+    smaller = (bits * rng.random(bits.shape)).astype(np.uint16)
+    smaller[:, ::32] = bits[:, ::32]
+    return smaller | (rng.integers(0, 2, bits.shape) << 15).astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "spread", "special", "bits", "every maximum"])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_pairs_of_bf16_have_the_bits_of_the_reference(lib, kind, aligned):
+    if kind == "every maximum":
+        bits = every_maximum()
+    else:
+        x = blocks(kind, width=224 if kind == "spread" else 256)
+        bits = np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16)
+        if kind == "bits":
+            bits = np.random.default_rng(6).integers(0, 2**16, x.shape).astype(np.uint16)
+    rows, width = bits.shape
+    byte, code = np.empty((rows, width), np.uint8), np.empty((rows, width // 32), np.uint8)
+    run(lib.quantize_bf16_rows, bits, byte, code, numbers=[rows, width, aligned])
+    expected = mxfp8.quantize(jnp.asarray(bits.view(ml_dtypes.bfloat16)))
     expected = align(expected) if aligned else expected
     np.testing.assert_array_equal(code, np.asarray(expected.scales))
     np.testing.assert_array_equal(byte, np.asarray(expected.elements).view(np.uint8))
