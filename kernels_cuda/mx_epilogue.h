@@ -8,12 +8,13 @@
 
 namespace moe {
 
-// The largest magnitudes of two blocks, from pairs of four lanes each.
-template <class Isa>
-MOE_FN uint32_t block_maxima(uint32_t a, uint32_t b) {
-  uint32_t both = mx::larger_halves(a, b);
-  both = mx::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 1)));
-  return mx::max_pairs(both, mx::bits_of(Isa::shuffle_xor(mx::float_of(both), 2)));
+// The largest of each half over lanes that differ in bits `kFirst` and `kSecond`.
+template <class Isa, uint32_t kFirst, uint32_t kSecond, int kCount>
+MOE_FN void max_over_lanes(uint32_t (&pairs)[kCount]) {
+  MOE_UNROLL
+  for (int i = 0; i < kCount; ++i) pairs[i] = mx::max_pairs(pairs[i], mx::bits_of(Isa::shuffle_xor(mx::float_of(pairs[i]), kFirst)));
+  MOE_UNROLL
+  for (int i = 0; i < kCount; ++i) pairs[i] = mx::max_pairs(pairs[i], mx::bits_of(Isa::shuffle_xor(mx::float_of(pairs[i]), kSecond)));
 }
 
 // h of a lane: pairs of BF16, [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in RegisterTile.
@@ -26,8 +27,11 @@ MOE_FN void quantize_panel(const ActivationPairs& h, uint32_t panel, const Epilo
   for (int half = 0; half < 2; ++half) {
     auto pair = [&](int block, int k) { return h[block / 2][8 * (block % 2) + 4 * (k / 2) + 2 * (k % 2) + half]; };
     auto largest = [&](int block) { return mx::largest_pair(pair(block, 0), pair(block, 1), pair(block, 2), pair(block, 3)); };
-    const mx::TwoScales scales[2] = {mx::TwoScales(block_maxima<Isa>(largest(0), largest(1))), mx::TwoScales(block_maxima<Isa>(largest(2), largest(3)))};
-    const uint32_t both = mx::max_pairs(scales[0].raised, scales[1].raised), raised = mx::larger(mx::half_of(both, 0), mx::half_of(both, 1));
+    uint32_t maxima[2] = {mx::larger_halves(largest(0), largest(1)), mx::larger_halves(largest(2), largest(3))};
+    max_over_lanes<Isa, 1, 2>(maxima);
+    mx::TwoScales scales[2];
+    mx::two_scales(maxima, scales);
+    const uint32_t raised = mx::raised_common(scales[0], scales[1]);
     common[half] = raised - 8;
     const uint32_t row = epilogue.row_in_group() + 8 * half;
     MOE_UNROLL
@@ -125,6 +129,7 @@ struct GroupBarriers {
 // .. + 1 lie, so that the eight rows of a matrix never meet in a bank.
 template <class Isa>
 struct ColumnStrip {
+  uint32_t pairs[4][4];
   uint32_t bytes[4][2];  // of each 32 rows, in order
   uint32_t common;
 
@@ -132,15 +137,18 @@ struct ColumnStrip {
     const uint32_t pair = lane % 8 / 2;
     return panel + panel_offset(8 * pair + 2 * (pair ^ lane / 8) + lane % 2, chunk);
   }
-  MOE_FN void quantize(const uint32_t (&panels)[2], uint32_t lane, uint32_t chunk) {
-    uint32_t pairs[4][4], largest[4];
+  MOE_FN void load(const uint32_t (&panels)[2], uint32_t lane, uint32_t chunk, uint32_t (&maxima)[2]) {
+    uint32_t largest[4];
     MOE_UNROLL
     for (int block = 0; block < 4; ++block) {
       Isa::load_matrices_transposed(source(panels[block / 2], lane, chunk) + 32 * kPanelRowBytes * (block % 2), pairs[block]);
       largest[block] = mx::largest_pair(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3]);
     }
-    const mx::TwoScales scales[2] = {mx::TwoScales(block_maxima<Isa>(largest[0], largest[1])), mx::TwoScales(block_maxima<Isa>(largest[2], largest[3]))};
-    const uint32_t both = mx::max_pairs(scales[0].raised, scales[1].raised), raised = mx::larger(mx::half_of(both, 0), mx::half_of(both, 1));
+    maxima[0] = mx::larger_halves(largest[0], largest[1]);
+    maxima[1] = mx::larger_halves(largest[2], largest[3]);
+  }
+  MOE_FN void quantize(uint32_t lane, const mx::TwoScales* scales) {
+    const uint32_t raised = mx::raised_common(scales[0], scales[1]);
     common = raised - 8;
     const uint32_t order = lane % 2 ? 0x1032u : 0x3210u;  // register m belongs at place m ^ lane % 4
     MOE_UNROLL
@@ -205,23 +213,27 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
     MOE_NO_UNROLL
     for (int r = 0; r < 2; ++r) {
       const uint32_t from = slot_panel<Config>(stage, epilogue.consumer, r), to = staging_panel<Config>(epilogue.base, epilogue.consumer, r);
+      typename Isa::Vector v[8];  // all at once: what follows has long chains
       MOE_UNROLL
-      for (int step = 0; step < 4; ++step) {
-        typename Isa::Vector v[2];
-        MOE_UNROLL
-        for (int k = 0; k < 2; ++k) v[k] = Isa::load_vector(from + panel_offset(first + 4 * step + 2 * k, lane % 8));
-        const mx::TwoScales scales(block_maxima<Isa>(mx::largest_pair(v[0].x, v[0].y, v[0].z, v[0].w), mx::largest_pair(v[1].x, v[1].y, v[1].z, v[1].w)));
-        uint32_t common = scales.raised;
-        MOE_UNROLL
-        for (uint32_t mask = 4; mask <= 8; mask *= 2) common = mx::max_pairs(common, mx::bits_of(Isa::shuffle_xor(mx::float_of(common), mask)));
-        MOE_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          uint32_t bytes[2];
-          mx::quantize_eight<true>(v[k].x, v[k].y, v[k].z, v[k].w, scales.scale[k], mx::half_of(scales.raised, k), mx::half_of(common, k), bytes);
-          const uint32_t row = first + 4 * step + 2 * k;
-          Isa::store_float2(to + panel_offset(row, lane % 16 / 2) + 8 * (lane % 2), mx::float_of(bytes[0]), mx::float_of(bytes[1]));
-          if (write) codes[4 * step + 2 * k] = static_cast<uint8_t>(mx::half_of(common, k) - 8);
-        }
+      for (int i = 0; i < 8; ++i) v[i] = Isa::load_vector(from + panel_offset(first + 2 * i, lane % 8));
+      uint32_t maxima[4];
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        maxima[i] = mx::larger_halves(mx::largest_pair(v[2 * i].x, v[2 * i].y, v[2 * i].z, v[2 * i].w),
+                                      mx::largest_pair(v[2 * i + 1].x, v[2 * i + 1].y, v[2 * i + 1].z, v[2 * i + 1].w));
+      }
+      max_over_lanes<Isa, 1, 2>(maxima);
+      mx::TwoScales scales[4];
+      mx::two_scales(maxima, scales);
+      uint32_t common[4] = {scales[0].raised, scales[1].raised, scales[2].raised, scales[3].raised};
+      max_over_lanes<Isa, 4, 8>(common);
+      MOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t group = mx::half_of(common[i / 2], i % 2);
+        uint32_t bytes[2];
+        mx::quantize_eight<true>(v[i].x, v[i].y, v[i].z, v[i].w, scales[i / 2].scale[i % 2], mx::half_of(scales[i / 2].raised, i % 2), group, bytes);
+        Isa::store_float2(to + panel_offset(first + 2 * i, lane % 16 / 2) + 8 * (lane % 2), mx::float_of(bytes[0]), mx::float_of(bytes[1]));
+        if (write) codes[2 * i] = static_cast<uint8_t>(group - 8);
       }
       codes += div_up(args.n_extent, 128) * args.num_rows;
     }
@@ -241,8 +253,15 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
     for (int r = 0; r < 3; ++r) {
       const uint32_t panels[2] = {slot_panel<Config>(stage, 0, r), slot_panel<Config>(stage, 1, r)};
       ColumnStrip<Isa> strips[2];
+      uint32_t maxima[2][2];
       MOE_UNROLL
-      for (uint32_t s = 0; s < 2; ++s) strips[s].quantize(panels, lane, 2 * epilogue.warp + s);
+      for (uint32_t s = 0; s < 2; ++s) strips[s].load(panels, lane, 2 * epilogue.warp + s, maxima[s]);
+      uint32_t all[4] = {maxima[0][0], maxima[0][1], maxima[1][0], maxima[1][1]};
+      max_over_lanes<Isa, 1, 2>(all);
+      mx::TwoScales scales[4];
+      mx::two_scales(all, scales);
+      MOE_UNROLL
+      for (int s = 0; s < 2; ++s) strips[s].quantize(lane, scales + 2 * s);
       Isa::fence_async_shared();  // the copy engine fills the first stage next
       Isa::warp_sync();
       if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));

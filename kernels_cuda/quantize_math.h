@@ -160,6 +160,11 @@ MOE_HOST_FN uint32_t rebase_quad(uint32_t bytes, uint32_t factor) {
 }
 
 // --- packed pairs of BF16 -----------------------------------------------------------------------------------------------------------
+// Magnitudes of a pair as FP32 bits: integers order NaN > Inf > finite, subnormals kept.
+MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16; }
+MOE_HOST_FN uint32_t magnitude_hi(uint32_t pair) { return pair & 0x7FFF0000u; }
+MOE_HOST_FN uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
 // The larger of two, by unsigned 16-bit halves. Byte i of permute_bytes is the byte that digit i of the selector names: 0..3 of a, 4..7 of b.
 MOE_HOST_FN uint32_t max_pairs(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -190,33 +195,46 @@ MOE_HOST_FN uint32_t largest_pair(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 MOE_HOST_FN uint32_t larger_halves(uint32_t a, uint32_t b) { return max_pairs(permute_bytes(a, b, 0x5410), permute_bytes(a, b, 0x7632)); }
 
 // Scales of two blocks from their largest magnitudes, BF16 bits in the halves of a word. Codes are 8 above what they should be, so that they stay
-// unsigned, until code() gives them out.
+// unsigned, until code() gives them out. Made by two_scales, which asks once for all whether a block is poisoned: a branch each would keep the
+// compiler from interleaving what follows.
 struct TwoScales {
   uint32_t raised;    // codes + 8 in halves; 8 for a poisoned block, so that the larger of these is the common code of a group
   uint32_t poisoned;  // bits 15 and 31
   float scale[2];     // what elements are multiplied by
 
-  MOE_HOST_FN explicit TwoScales(uint32_t maxima) {
+  MOE_HOST_FN void set(uint32_t maxima) {
     raised = max_pairs((maxima + 0x001F001Fu) >> 7 & 0x01FF01FFu, 0x00080008u);  // scale_code_by_integers, in 16 bits
     poisoned = (maxima + 0x00800080u) & 0x80008000u;
     MOE_UNROLL
     for (int k = 0; k < 2; ++k) scale[k] = float_of(0x83000000u - (half_of(raised, k) << 23));  // 2^(127 - code)
-    if (poisoned != 0) {
-      MOE_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        if (half_of(poisoned, k) == 0) continue;
-        scale[k] = float_of(0x7FFFFFFFu);
-        raised = k == 0 ? (raised & 0xFFFF0000u) | 8u : (raised & 0xFFFFu) | 8u << 16;
-      }
+  }
+  MOE_HOST_FN void poison() {
+    MOE_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      if (half_of(poisoned, k) == 0) continue;
+      scale[k] = float_of(0x7FFFFFFFu);
+      raised = k == 0 ? (raised & 0xFFFF0000u) | 8u : (raised & 0xFFFFu) | 8u << 16;
     }
   }
   MOE_HOST_FN uint32_t code(int k) const { return half_of(poisoned, k) != 0 ? kPoison : half_of(raised, k) - 8; }
 };
-
-// Magnitudes of a pair as FP32 bits: integers order NaN > Inf > finite, subnormals kept.
-MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16; }
-MOE_HOST_FN uint32_t magnitude_hi(uint32_t pair) { return pair & 0x7FFF0000u; }
-MOE_HOST_FN uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+template <int kCount>
+MOE_HOST_FN void two_scales(const uint32_t (&maxima)[kCount], TwoScales (&scales)[kCount]) {
+  uint32_t poisoned = 0;
+  MOE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    scales[i].set(maxima[i]);
+    poisoned |= scales[i].poisoned;
+  }
+  if (poisoned == 0) return;
+  MOE_UNROLL
+  for (int i = 0; i < kCount; ++i) scales[i].poison();
+}
+// The common code, raised, of the four blocks of a line.
+MOE_HOST_FN uint32_t raised_common(const TwoScales& a, const TwoScales& b) {
+  const uint32_t both = max_pairs(a.raised, b.raised);
+  return larger(half_of(both, 0), half_of(both, 1));
+}
 
 // Two elements; the scales are reciprocal_scale of their blocks.
 template <class Isa>

@@ -1,9 +1,9 @@
 // The quantiser of BF16 sources whose column form is stored transposed, alone or with the row form from one read: the operands of FP8 weight
 // gradients. See quantize.h; other forms: quantize_tiles.cu.
 //
-// A block copies a tile of 128 x 128 into shared memory and writes both forms from registers, whole 32-byte sectors a lane group. A warp
-// takes 16 rows, a row per half warp, then 16 columns: ldmatrix transposes, and the rows of every 32 are kept in an order that gives each
-// lane eight neighbouring rows of a column. Pairs of BF16 stay packed until they are multiplied by their scale.
+// A block copies a tile of 128 x 128 into shared memory. A warp takes 16 rows, a row per half warp, then 16 columns: ldmatrix transposes, and the
+// rows of every 32 are kept in an order that gives each lane eight neighbouring rows of a column; they change places through shared memory so that
+// whole lines of 128 bytes are written, of which L2 takes more a second than of sectors. Pairs of BF16 stay packed until they are multiplied.
 #include "quantize_tile.cuh"
 
 namespace moe {
@@ -21,12 +21,13 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool real)
 }
 __device__ __forceinline__ uint4 load16(uint32_t at) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
+__device__ __forceinline__ void store8(uint32_t at, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory"); }
 __device__ __forceinline__ uint4 load_transposed(uint32_t at) {
   uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
 
@@ -95,8 +96,9 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
         row[k] = 8 * ((2 * step + k) % 4) + 2 * (step / 2);
         v[k] = load16(base + place(line, chunk));
       }
-      const mx::TwoScales scales(block_maxima(v[0], v[1]));
-      uint32_t common = scales.raised;
+      mx::TwoScales scales[1];
+      mx::two_scales({block_maxima(v[0], v[1])}, scales);
+      uint32_t common = scales[0].raised;
       if (kRow == Form::kAligned) {
         common = __vmaxu2(common, __shfl_xor_sync(0xFFFFFFFFu, common, 4));
         common = __vmaxu2(common, __shfl_xor_sync(0xFFFFFFFFu, common, 8));
@@ -107,25 +109,27 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
         if (kRow == Form::kAligned) {
           if (chunk == 0) row_commons[in_tile] = static_cast<uint8_t>(mx::half_of(common, k) - 8);
         } else if (chunk % 4 == 0) {
-          reinterpret_cast<uint8_t*>(row_codes)[4 * in_tile + chunk / 4] = static_cast<uint8_t>(scales.code(k));
+          reinterpret_cast<uint8_t*>(row_codes)[4 * in_tile + chunk / 4] = static_cast<uint8_t>(scales[0].code(k));
         }
-        const uint2 q = quantize8<kRow == Form::kAligned>(v[k], scales, k, mx::half_of(common, k));
+        const uint2 q = quantize8<kRow == Form::kAligned>(v[k], scales[0], k, mx::half_of(common, k));
         if (inside && in_tile < rows_here) *reinterpret_cast<uint2*>(out + row[k] * p.columns) = q;
       }
     }
   }
 
+  if (kRows) __syncthreads();  // columns are written over what all warps have read
   {
     const uint32_t quarter = lane % 4, matrix_line = 8 * (lane / 8) + lane % 8;  // whose address this lane gives
-    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + lane / 4) * p.rows + row0 + 8 * quarter;
+    const uint32_t eighth = lane % 8, in_four = lane / 8;                        // of a line that leaves: 16 bytes of one of four columns
+    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + in_four) * p.rows + row0 + 16 * eighth;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       uint4 v[4];
 #pragma unroll
       for (int block = 0; block < 4; ++block) v[block] = load_transposed(base + place(32 * block + matrix_line, 2 * warp + s));
-      const mx::TwoScales scales[2] = {mx::TwoScales(block_maxima(v[0], v[1])), mx::TwoScales(block_maxima(v[2], v[3]))};
-      uint32_t common = __vmaxu2(scales[0].raised, scales[1].raised);
-      common = max(common & 0xFFFFu, common >> 16);
+      mx::TwoScales scales[2];
+      mx::two_scales({block_maxima(v[0], v[1]), block_maxima(v[2], v[3])}, scales);
+      const uint32_t common = mx::raised_common(scales[0], scales[1]);
       const uint32_t line = 16 * warp + 8 * s + lane / 4;
       if (quarter == 0) {
         if (kColumn == Form::kAligned) {
@@ -134,11 +138,19 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
           column_codes[line] = scales[0].code(0) | scales[0].code(1) << 8 | scales[1].code(0) << 16 | scales[1].code(1) << 24;
         }
       }
+      // Bytes 16 h .. + 15 of column c of the strip wait in its own chunks, in line 8 c + (h ^ 2 c) % 8.
+      const uint32_t strip = 2 * warp + s;
 #pragma unroll
-      for (int block = 0; block < 4; ++block) {
+      for (uint32_t block = 0; block < 4; ++block) {
         const uint2 q = quantize8<kColumn == Form::kAligned>(v[block], scales[block / 2], block % 2, common);
-        const bool inside = static_cast<int>(line) < columns_here && 32 * block + 8 * static_cast<int>(quarter) < rows_here;
-        if (inside) *reinterpret_cast<uint2*>(out + 8 * s * p.rows + 32 * block) = q;
+        store8(base + place(8 * (lane / 4) + ((2 * block + quarter / 2) ^ 2 * (lane / 4 % 4)), strip) + 8 * (quarter % 2), q);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 bytes = load16(base + place(8 * (4 * i + in_four) + (eighth ^ 2 * in_four), strip));
+        const bool inside = static_cast<int>(16 * warp + 8 * s + 4 * i + in_four) < columns_here && static_cast<int>(16 * eighth) < rows_here;
+        if (inside) *reinterpret_cast<uint4*>(out + (8 * s + 4 * i) * p.rows) = bytes;
       }
     }
   }

@@ -63,8 +63,9 @@ void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int6
         for (int i = 0; i < 16; ++i) pairs[b][i] = x[2 * i] | static_cast<uint32_t>(x[2 * i + 1]) << 16;
         for (int i = 0; i < 16; i += 4) largest[b] = max_pairs(largest[b], largest_pair(pairs[b][i], pairs[b][i + 1], pairs[b][i + 2], pairs[b][i + 3]));
       }
-      const TwoScales scales[2] = {TwoScales(larger_halves(largest[0], largest[1])), TwoScales(larger_halves(largest[2], largest[3]))};
-      const uint32_t both = max_pairs(scales[0].raised, scales[1].raised), common = larger(half_of(both, 0), half_of(both, 1));
+      TwoScales scales[2];
+      two_scales({larger_halves(largest[0], largest[1]), larger_halves(largest[2], largest[3])}, scales);
+      const uint32_t common = raised_common(scales[0], scales[1]);
       for (int b = 0; b < blocks; ++b) {
         code[(r * width + first) / kBlock + b] = static_cast<uint8_t>(aligned ? common - 8 : scales[b / 2].code(b % 2));
         for (int i = 0; i < 16; i += 4) {
