@@ -191,6 +191,7 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
     }
     const auto& epilogue = this->epilogue;
     const bool columns = args.column_codes != nullptr;
+    if (columns) Isa::fence_async_shared();  // the copy engine fills the first stage next
     Isa::warp_sync();
     if (columns && epilogue.lane == 0) Isa::barrier_arrive(Barriers::shared(epilogue.base));
     quantize_rows(args, column - 64);
@@ -256,15 +257,14 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
       uint32_t maxima[2][2];
       MOE_UNROLL
       for (uint32_t s = 0; s < 2; ++s) strips[s].load(panels, lane, 2 * epilogue.warp + s, maxima[s]);
+      Isa::warp_sync();  // early: the others wait for it further down
+      if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
       uint32_t all[4] = {maxima[0][0], maxima[0][1], maxima[1][0], maxima[1][1]};
       max_over_lanes<Isa, 1, 2>(all);
       mx::TwoScales scales[4];
       mx::two_scales(all, scales);
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) strips[s].quantize(lane, scales + 2 * s);
-      Isa::fence_async_shared();  // the copy engine fills the first stage next
-      Isa::warp_sync();
-      if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) {
         const int line = first_line + 8 * s;
