@@ -258,9 +258,11 @@ BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOption
   return m;
 }
 
-// x as A of gate_up.
-Status quantize_x(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const Operand& x, cudaStream_t stream) {
-  if (x.fp8) return dispatch_quantized(s, x_TxD, plan, static_cast<uint8_t*>(x.data), x.codes, stream);
+// Tokens as A of a product; with `rows` also dispatched in BF16.
+Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const Operand& x, void* rows, cudaStream_t stream) {
+  uint16_t* const rows_MxD = static_cast<uint16_t*>(rows);
+  if (x.fp8) return dispatch_quantized(s, x_TxD, plan, static_cast<uint8_t*>(x.data), x.codes, rows_MxD, stream);
+  if (rows != nullptr) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, rows_MxD, stream));
   return quantize(token_source(s, plan, x_TxD), x.output(Form::kAligned, false), {}, stream);
 }
 
@@ -296,7 +298,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   ForwardMemory m = forward_memory(space, s, fp8, save_mx);
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
-  MOE_RETURN_IF_ERROR(quantize_x(s, x_TxD, plan, m.x, stream));
+  MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
 
@@ -360,9 +362,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
 
   if (options.wgrad_bf16) {
-    MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, static_cast<uint16_t*>(m.dy_columns.data), stream));
     MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, static_cast<uint16_t*>(m.x_columns.data), stream));
-    MOE_RETURN_IF_ERROR(quantize_x(s, dy_TxD, plan, m.dy, stream));
+    MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, stream));
   } else {
     MOE_RETURN_IF_ERROR(quantize(token_source(s, plan, dy_TxD), m.dy.output(Form::kAligned, false),
                                  m.dy_columns.output(Form::kAligned, true), stream));
@@ -374,7 +375,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   CUtensorMap gate_up;
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
-    MOE_RETURN_IF_ERROR(quantize_x(s, x_TxD, plan, m.x, stream));
+    MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
     auto up = arguments(s, kGateUp, act, fp8);
     MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
     up.b = maps.gate_up_fprop;

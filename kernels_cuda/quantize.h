@@ -51,9 +51,10 @@ int64_t code_bytes(const QuantizeSource& source, const MxOutput& out, bool by_ro
 Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
 
 // Tokens to rows and to kAligned MX at once: each token is read and quantised once and written to its top_k rows. x_TxD BF16;
-// elements_MxD, codes (ceil(D/128), M). Padding up to the next multiple of 64 rows is zero, in codes too.
+// elements_MxD, codes (ceil(D/128), M), and if rows_MxD is not null the BF16 rows as dispatch_rows writes them. Padding up to the next multiple
+// of 64 rows is zero, in codes too.
 Status dispatch_quantized(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
-                          cudaStream_t stream);
+                          uint16_t* rows_MxD, cudaStream_t stream);
 
 // BF16 values of kAligned rows: elements (halves, M, width), codes (halves, width/128, M). Rows without a slot are left alone.
 Status dequantize_aligned_rows(const LayerShape& shape, const Plan& plan, const uint8_t* elements, const uint8_t* codes, int64_t width,

@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kPaddingBlocks = 8;
 
 __global__ void __launch_bounds__(kThreads)
-    dispatch_quantized_kernel(const __nv_bfloat16* __restrict__ x_TxD, uint2* __restrict__ elements_MxV, uint8_t* __restrict__ codes, int vectors,
-                              int experts, int top_k, int64_t num_rows, Plan plan) {
+    dispatch_quantized_kernel(const __nv_bfloat16* __restrict__ x_TxD, uint2* __restrict__ elements_MxV, uint8_t* __restrict__ codes,
+                              uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, int64_t num_rows, Plan plan) {
   const int padding_blocks = experts * kPaddingBlocks;
   const int groups = (vectors + 15) / 16;  // of 128 columns
   if (static_cast<int>(blockIdx.x) < padding_blocks) {
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t total = static_cast<int64_t>(padding) * vectors;
     for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
       elements_MxV[first * vectors + i] = make_uint2(0, 0);
+      if (rows_MxV != nullptr) rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
     }
     for (int i = blockIdx.x % kPaddingBlocks * kThreads + threadIdx.x; i < padding * groups; i += kPaddingBlocks * kThreads) {
       codes[static_cast<int64_t>(i / padding) * num_rows + first + i % padding] = 0;
@@ -154,6 +155,7 @@ __global__ void __launch_bounds__(kThreads)
       const int row = rows[s];
       if (row < 0) continue;
       elements_MxV[static_cast<int64_t>(row) * vectors + v] = q.elements;
+      if (rows_MxV != nullptr) rows_MxV[static_cast<int64_t>(row) * vectors + v] = x.v;
       if (v % 16 == 0) codes[static_cast<int64_t>(v / 16) * num_rows + row] = q.common;
     }
   }
@@ -291,12 +293,12 @@ Status quantize(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput
 }
 
 Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
-                          cudaStream_t stream) {
+                          uint16_t* rows_MxD, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
   const size_t shared_bytes = static_cast<size_t>((s.top_k + 3) / 4 * 16);
   dispatch_quantized_kernel<<<blocks, kThreads, shared_bytes, stream>>>(
-      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(elements_MxD), codes, static_cast<int>(s.d_model / 8),
-      static_cast<int>(s.experts), static_cast<int>(s.top_k), s.rows, plan);
+      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(elements_MxD), codes,
+      reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), static_cast<int>(s.top_k), s.rows, plan);
   return launched("dispatch_quantized");
 }
 
