@@ -1,5 +1,6 @@
 // MXFP8 quantisers for Hopper: blocks along rows, along columns, or both from one read; plain C++ over device pointers and a stream,
-// no allocation. The bits are those of moejax/ops/mxfp8.py. Maths: quantize_math.h; kernels: quantize_rows.cu, quantize_tiles.cu.
+// no allocation. The bits are those of moejax/ops/mxfp8.py. Maths: quantize_math.h; kernels: quantize_rows.cu, quantize_tiles.cu,
+// quantize_transposed.cu.
 //
 // Letters: B matrices, R rows, C columns. The source is (B, R, C), BF16 or FP32. "Rows" outputs have blocks along C, "columns" outputs
 // along R: the same source, but different numbers, never made from each other.

@@ -130,33 +130,31 @@ MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
 #endif
 }
 
-// Four at once, from two pairs: of BF16 and their scale, and of elements re-based. The hardware's conversions fill a half of a register each.
-MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor);
-MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, float scale) {
-  const float x0 = float_of(lo << 16) * scale, x1 = float_of(lo & 0xFFFF0000u) * scale;
-  const float x2 = float_of(hi << 16) * scale, x3 = float_of(hi & 0xFFFF0000u) * scale;
+// Two halves of a word, both ways. Said so, the conversions around them read and fill halves of registers.
+MOE_HOST_FN void split_halves(uint32_t word, uint32_t& lo, uint32_t& hi) {
 #ifdef __CUDA_ARCH__
-  uint32_t packed;
-  asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
-      : "=r"(packed)
-      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-  return packed;
+  uint16_t a, b;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(a), "=h"(b) : "r"(word));
+  lo = a;
+  hi = b;
 #else
-  return pack_e4m3(x0, x1) | pack_e4m3(x2, x3) << 16;
+  lo = word & 0xFFFFu;
+  hi = word >> 16;
 #endif
 }
-MOE_HOST_FN uint32_t rebase_quad(uint32_t bytes, uint32_t factor) {
+MOE_HOST_FN uint32_t join_halves(uint32_t lo, uint32_t hi) {
 #ifdef __CUDA_ARCH__
-  uint32_t packed;
-  asm("{\n.reg .b16 lo, hi;\n.reg .b32 a, b;\nmov.b32 {lo, hi}, %1;\ncvt.rn.f16x2.e4m3x2 a, lo;\ncvt.rn.f16x2.e4m3x2 b, hi;\n"
-      "mul.rn.f16x2 a, a, %2;\nmul.rn.f16x2 b, b, %2;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 lo, a;\ncvt.rn.satfinite.e4m3x2.f16x2 hi, b;\nmov.b32 %0, {lo, hi};\n}"
-      : "=r"(packed)
-      : "r"(bytes), "r"(factor));
-  return packed;
+  uint32_t word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(static_cast<uint16_t>(lo)), "h"(static_cast<uint16_t>(hi)));
+  return word;
 #else
-  return rebase_e4m3(bytes & 0xFFFFu, factor) | rebase_e4m3(bytes >> 16, factor) << 16;
+  return (lo & 0xFFFFu) | hi << 16;
 #endif
+}
+// Four elements from two pairs of BF16 and their scale.
+MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, float scale) {
+  return join_halves(pack_e4m3(float_of(lo << 16) * scale, float_of(lo & 0xFFFF0000u) * scale),
+                     pack_e4m3(float_of(hi << 16) * scale, float_of(hi & 0xFFFF0000u) * scale));
 }
 
 // --- packed pairs of BF16 -----------------------------------------------------------------------------------------------------------
@@ -317,6 +315,12 @@ MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor) {
   const float scale = half >= 0x400u ? float_of(((half >> 10) + 112u) << 23) : static_cast<float>(half) * 5.9604644775390625e-8f;
   return to_e4m3(from_e4m3(pair & 0xFFu) * scale) | to_e4m3(from_e4m3(pair >> 8 & 0xFFu) * scale) << 8;
 #endif
+}
+
+MOE_HOST_FN uint32_t rebase_quad(uint32_t bytes, uint32_t factor) {
+  uint32_t lo, hi;
+  split_halves(bytes, lo, hi);
+  return join_halves(rebase_e4m3(lo, factor), rebase_e4m3(hi, factor));
 }
 
 // Eight elements from four pairs; `raised` is the block's of TwoScales and `common` the largest of its group.

@@ -4,9 +4,11 @@
 // registers, so that a block along a row is four neighbouring lanes and a block along a column four lanes that lie 4 apart. Codes meet
 // in shared memory, where re-basing finds the largest of a group; elements are packed so that eight of them lie along the axis that
 // will be contiguous, and leave through swizzled shared memory in whole 128-byte lines.
-#include "quantize_tile.cuh"
-
 #include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "kernel_check.h"
+#include "quantize_tile.h"
 
 namespace moe {
 
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   uint8_t* const row_tile = tiles[0];
   uint8_t* const column_tile = tiles[staged_form(kRow) && staged_form(kColumn) ? 1 : 0];
 
-  const TileIndex at(p);
+  const TileIndex at(p, blockIdx.x);
   const int64_t matrix = at.matrix, row0 = at.row0, column0 = at.column0;
   if (p.slot_M != nullptr && p.slot_M[row0] < 0) return;  // groups begin at tiles: no row of this one is real
 
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   if (staged_form(kRow)) {
     uint8_t* at = static_cast<uint8_t*>(p.row_elements) + (matrix * p.rows + row0) * p.columns + column0;
     write_tile(row_tile, at, p.columns, rows_here, columns_here);
-    write_codes<kRow>(row_codes, commons, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
+    write_codes<kRow>(threadIdx.x, row_codes, commons, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
     if (kRow == Form::kAlignedTile && threadIdx.x == 0) p.row_codes[blockIdx.x] = row_tile_code;
   }
   if (staged_form(kColumn)) {
@@ -294,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
     } else {
       write_tile(column_tile, base + row0 * p.columns + column0, p.columns, rows_here, columns_here);
     }
-    write_codes<kColumn>(column_codes, commons + kTile, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
+    write_codes<kColumn>(threadIdx.x, column_codes, commons + kTile, p.column_codes, p.column_layout, !kTransposed, matrix, column0, p.columns, row0 / 32, p.rows);
     if (kColumn == Form::kAlignedTile && threadIdx.x == 0) {
       p.column_codes[(matrix * p.column_tiles + at.column_tile) * p.row_tiles + at.row_tile] = column_tile_code;
     }

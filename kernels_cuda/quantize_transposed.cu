@@ -1,10 +1,12 @@
 // The quantiser of BF16 sources whose column form is stored transposed, alone or with the row form from one read: the operands of FP8 weight
 // gradients. See quantize.h; other forms: quantize_tiles.cu.
 //
-// A block copies a tile of 128 x 128 into shared memory. A warp takes 16 rows, a row per half warp, then 16 columns: ldmatrix transposes, and the
-// rows of every 32 are kept in an order that gives each lane eight neighbouring rows of a column; they change places through shared memory so that
-// whole lines of 128 bytes are written, of which L2 takes more a second than of sectors. Pairs of BF16 stay packed until they are multiplied.
-#include "quantize_tile.cuh"
+// A block copies a tile of 128 x 128 into shared memory and writes both forms from registers, whole sectors of 32 bytes by four lanes. A warp
+// takes 16 rows, a row per half warp, then 16 columns: ldmatrix transposes, and the rows of every 32 are kept in an order that gives each
+// lane eight neighbouring rows of a column. Pairs of BF16 stay packed until they are multiplied by their scale.
+#include "isa/sm90.cuh"
+#include "kernel_check.h"
+#include "quantize_tile.h"
 
 namespace moe {
 namespace {
@@ -16,32 +18,17 @@ constexpr int kLine = 256;  // bytes of a row of the tile
 // rows of each quarter q. 16-byte chunks are swizzled.
 __device__ __forceinline__ uint32_t place(uint32_t line, uint32_t chunk) { return line * kLine + (chunk ^ line % 8) * 16; }
 
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool real) {  // zeros if not
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ uint4 load16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store8(uint32_t at, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory"); }
-__device__ __forceinline__ uint4 load_transposed(uint32_t at) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
 // The largest magnitudes of two blocks, of which four lanes hold eight values each.
-__device__ __forceinline__ uint32_t block_maxima(const uint4& a, const uint4& b) {
-  uint32_t both = mx::larger_halves(mx::largest_pair(a.x, a.y, a.z, a.w), mx::largest_pair(b.x, b.y, b.z, b.w));
+__device__ __forceinline__ uint32_t block_maxima(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  uint32_t both = mx::larger_halves(mx::largest_pair(a[0], a[1], a[2], a[3]), mx::largest_pair(b[0], b[1], b[2], b[3]));
   both = __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, 1));
   return __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, 2));
 }
 
 template <bool kRebase>
-__device__ __forceinline__ uint2 quantize8(const uint4& v, const mx::TwoScales& scales, int k, uint32_t common) {
+__device__ __forceinline__ uint2 quantize8(const uint32_t (&v)[4], const mx::TwoScales& scales, int k, uint32_t common) {
   uint32_t bytes[2];
-  mx::quantize_eight<kRebase>(v.x, v.y, v.z, v.w, scales.scale[k], mx::half_of(scales.raised, k), common, bytes);
+  mx::quantize_eight<kRebase>(v[0], v[1], v[2], v[3], scales.scale[k], mx::half_of(scales.raised, k), common, bytes);
   return make_uint2(bytes[0], bytes[1]);
 }
 
@@ -52,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
   __shared__ __align__(16) uint32_t row_codes[kTile], column_codes[kTile];  // four a line
   __shared__ __align__(16) uint8_t row_commons[kTile], column_commons[kTile];
 
-  const TileIndex at(p);
+  const TileIndex at(p, blockIdx.x);
   const int64_t matrix = at.matrix, row0 = at.row0, column0 = at.column0;
   if (p.slot_M != nullptr && p.slot_M[row0] < 0) return;  // groups begin at tiles: no row of this one is real
 
@@ -76,9 +63,9 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
     for (int i = 0; i < 8; ++i) {
       const int from = __shfl_sync(0xFFFFFFFFu, own, 2 * i + lane / 16);
       const bool real = inside && from >= 0;
-      copy16(to[i / 4] + 8 * kLine * (i % 4), source + static_cast<uint64_t>(static_cast<uint32_t>(real ? from : 0)) * pitch, real);
+      Sm90::gather_vector(to[i / 4] + 8 * kLine * (i % 4), source + static_cast<uint64_t>(static_cast<uint32_t>(real ? from : 0)) * pitch, real ? 16 : 0);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    Sm90::gather_wait();
     __syncthreads();
   }
 
@@ -88,13 +75,14 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
     uint8_t* const out = static_cast<uint8_t*>(p.row_elements) + (matrix * p.rows + row0 + first_row) * p.columns + column0 + 8 * chunk;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      uint4 v[2];
+      uint32_t v[2][4];
       uint32_t row[2];  // above first_row
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const uint32_t line = 16 * warp + 4 * step + 2 * k + lane / 16;
         row[k] = 8 * ((2 * step + k) % 4) + 2 * (step / 2);
-        v[k] = load16(base + place(line, chunk));
+        const uint4 loaded = Sm90::load_vector(base + place(line, chunk));
+        v[k][0] = loaded.x, v[k][1] = loaded.y, v[k][2] = loaded.z, v[k][3] = loaded.w;
       }
       mx::TwoScales scales[1];
       mx::two_scales({block_maxima(v[0], v[1])}, scales);
@@ -117,16 +105,14 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
     }
   }
 
-  if (kRows) __syncthreads();  // columns are written over what all warps have read
   {
     const uint32_t quarter = lane % 4, matrix_line = 8 * (lane / 8) + lane % 8;  // whose address this lane gives
-    const uint32_t eighth = lane % 8, in_four = lane / 8;                        // of a line that leaves: 16 bytes of one of four columns
-    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + in_four) * p.rows + row0 + 16 * eighth;
+    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + lane / 4) * p.rows + row0 + 8 * quarter;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      uint4 v[4];
+      uint32_t v[4][4];
 #pragma unroll
-      for (int block = 0; block < 4; ++block) v[block] = load_transposed(base + place(32 * block + matrix_line, 2 * warp + s));
+      for (int block = 0; block < 4; ++block) Sm90::load_matrices_transposed(base + place(32 * block + matrix_line, 2 * warp + s), v[block]);
       mx::TwoScales scales[2];
       mx::two_scales({block_maxima(v[0], v[1]), block_maxima(v[2], v[3])}, scales);
       const uint32_t common = mx::raised_common(scales[0], scales[1]);
@@ -138,25 +124,17 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
           column_codes[line] = scales[0].code(0) | scales[0].code(1) << 8 | scales[1].code(0) << 16 | scales[1].code(1) << 24;
         }
       }
-      // Bytes 16 h .. + 15 of column c of the strip wait in its own chunks, in line 8 c + (h ^ 2 c) % 8.
-      const uint32_t strip = 2 * warp + s;
 #pragma unroll
-      for (uint32_t block = 0; block < 4; ++block) {
+      for (int block = 0; block < 4; ++block) {
         const uint2 q = quantize8<kColumn == Form::kAligned>(v[block], scales[block / 2], block % 2, common);
-        store8(base + place(8 * (lane / 4) + ((2 * block + quarter / 2) ^ 2 * (lane / 4 % 4)), strip) + 8 * (quarter % 2), q);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 bytes = load16(base + place(8 * (4 * i + in_four) + (eighth ^ 2 * in_four), strip));
-        const bool inside = static_cast<int>(16 * warp + 8 * s + 4 * i + in_four) < columns_here && static_cast<int>(16 * eighth) < rows_here;
-        if (inside) *reinterpret_cast<uint4*>(out + (8 * s + 4 * i) * p.rows) = bytes;
+        const bool inside = static_cast<int>(line) < columns_here && 32 * block + 8 * static_cast<int>(quarter) < rows_here;
+        if (inside) *reinterpret_cast<uint2*>(out + 8 * s * p.rows + 32 * block) = q;
       }
     }
   }
   __syncthreads();
-  if (kRows) write_codes<kRow>(row_codes, row_commons, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
-  write_codes<kColumn>(column_codes, column_commons, p.column_codes, p.column_layout, false, matrix, column0, p.columns, row0 / 32, p.rows);
+  if (kRows) write_codes<kRow>(threadIdx.x, row_codes, row_commons, p.row_codes, p.row_layout, false, matrix, row0, p.rows, column0 / 32, p.columns);
+  write_codes<kColumn>(threadIdx.x, column_codes, column_commons, p.column_codes, p.column_layout, false, matrix, column0, p.columns, row0 / 32, p.rows);
 }
 
 template <Form kRow, Form kColumn>

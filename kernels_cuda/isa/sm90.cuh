@@ -118,6 +118,8 @@ struct Sm90 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
   }
 
+  static MOE_FN void gather_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // until this lane's gathers have landed
+
   // --- tensor cores --------------------------------------------------------------------------------------------------------
   static MOE_FN void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
   static MOE_FN void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -32,11 +32,18 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 
 MUTATIONS = {
+    "columns overwritten before all have read them": (
+        "mx_epilogue.h",
+        "Isa::barrier_wait(Barriers::taken(epilogue.base), (column / 128 + r) & 1);",
+        "",
+    ),
     "stage given back before its products are done": (
+        "mx_roles.h",
         "Isa::template mma_wait<0>();\n}",
         "Isa::template mma_wait<1>();\n}",
     ),
     "scales of the block before": (
+        "mx_roles.h",
         "if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);",
         "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);",
     ),
@@ -46,15 +53,15 @@ MUTATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_emulator_notices(tmp_path, name):
-    text, replacement = MUTATIONS[name]
+    file, text, replacement = MUTATIONS[name]
     kernels = tmp_path / "kernels_cuda"
     shutil.copytree(ROOT / "kernels_cuda", kernels)
-    source = (kernels / "mx_roles.h").read_text()
-    assert text in source, "mx_roles.h has changed: adapt the mutation"
-    (kernels / "mx_roles.h").write_text(source.replace(text, replacement, 1))
+    source = (kernels / file).read_text()
+    assert text in source, f"{file} has changed: adapt the mutation"
+    (kernels / file).write_text(source.replace(text, replacement, 1))
     program = build_program(kernels)
     runs = [
         subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240)
-        for kind in ("gate_up", "dgrad_gate_up", "wgrad_gate_up")
+        for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up")
     ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]

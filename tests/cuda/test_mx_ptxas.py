@@ -59,7 +59,7 @@ def test_product_loops_touch_no_local_memory(products):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["quantize_rows", "quantize_tiles"])
+@pytest.mark.parametrize("name", ["quantize_rows", "quantize_tiles", "quantize_transposed"])
 def test_quantisers_spill_next_to_nothing(name, tmp_path):
     _, log = build(name, tmp_path)
     spills = sorted(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))

@@ -1,9 +1,7 @@
 // What the tile quantisers share: parameters, tiles of 128 x 128 as a grid, codes on their way to memory. See quantize.h.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "kernel_check.h"
+#include "isa/portable.h"
 #include "quantize.h"
 
 namespace moe {
@@ -19,7 +17,7 @@ struct Divisor {
     while ((uint64_t{1} << shift) < d) ++shift;
     factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
   }
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+  MOE_FN uint32_t divide(uint32_t n) const {
     return static_cast<uint32_t>((static_cast<uint64_t>(n) * factor) >> 31 >> shift);
   }
 };
@@ -44,9 +42,9 @@ struct TileIndex {
   uint32_t matrix, row_tile, column_tile;
   int64_t row0, column0;
 
-  __device__ __forceinline__ explicit TileIndex(const TileParams& p) {
-    const uint32_t line = p.by_column_tiles.divide(blockIdx.x);
-    column_tile = blockIdx.x - line * p.column_tiles;
+  MOE_FN TileIndex(const TileParams& p, uint32_t block) {
+    const uint32_t line = p.by_column_tiles.divide(block);
+    column_tile = block - line * p.column_tiles;
     matrix = p.by_row_tiles.divide(line);
     row_tile = line - matrix * p.row_tiles;
     row0 = static_cast<int64_t>(row_tile) * kTile;
@@ -55,22 +53,21 @@ struct TileIndex {
 };
 
 // Largest code of a line's four, poison aside.
-__device__ __forceinline__ uint32_t common_code(uint32_t four) {
+MOE_FN uint32_t common_code(uint32_t four) {
   uint32_t m = 0;
-#pragma unroll
+  MOE_UNROLL
   for (int k = 0; k < 4; ++k) {
     const uint32_t code = four >> (8 * k) & 0xFF;
-    m = max(m, code == mx::kPoison ? 0u : code);
+    m = mx::larger(m, code == mx::kPoison ? 0u : code);
   }
   return m;
 }
 
 // Codes of one orientation of a tile, `four` per line (line: the index across blocks), to memory. `lines` and `blocks` are those of the
-// whole matrix, line0 and block0 where the tile begins.
+// whole matrix, line0 and block0 where the tile begins; a thread per line.
 template <Form kForm>
-__device__ __forceinline__ void write_codes(const uint32_t* four, const uint8_t* common, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
-                                            int64_t line0, int64_t lines, int64_t block0, int64_t elements) {
-  const int line = threadIdx.x;
+MOE_FN void write_codes(int line, const uint32_t* four, const uint8_t* common, uint8_t* out, CodeLayout layout, bool blocks_slow, int64_t matrix,
+                        int64_t line0, int64_t lines, int64_t block0, int64_t elements) {
   if (kForm == Form::kMx) {
     if (line >= kTile) return;
     const uint32_t word = four[line];
@@ -80,7 +77,7 @@ __device__ __forceinline__ void write_codes(const uint32_t* four, const uint8_t*
       const int64_t atom = (matrix * ((lines + 127) / 128) + line0 / 128) * atoms + block0 / 4;
       reinterpret_cast<uint32_t*>(out)[atom * 128 + line] = four[line / 4 + line % 4 * 32];
     } else if (line0 + line < lines) {
-      const int count = static_cast<int>(min(static_cast<int64_t>(4), blocks - block0));
+      const int count = static_cast<int>(blocks - block0 < 4 ? blocks - block0 : 4);
       if (blocks_slow) {
         for (int k = 0; k < count; ++k) out[(matrix * blocks + block0 + k) * lines + line0 + line] = word >> (8 * k);
       } else {
@@ -96,7 +93,7 @@ __device__ __forceinline__ void write_codes(const uint32_t* four, const uint8_t*
     if (line >= kTile) return;
     const int64_t at = (matrix * ((elements + 127) / 128) + block0 / 4) * ((lines + 127) / 128 * 128) + line0;
     if (layout == CodeLayout::kFragment) {
-      reinterpret_cast<uint16_t*>(out)[at + mx::fragment_position(line)] = __float_as_uint(mx::finite_scale_value(common[line])) >> 16;
+      reinterpret_cast<uint16_t*>(out)[at + mx::fragment_position(line)] = mx::bits_of(mx::finite_scale_value(common[line])) >> 16;
     } else {
       out[at + line] = common[line];
     }
