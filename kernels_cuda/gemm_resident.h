@@ -19,6 +19,7 @@ struct ResidentConfig {
   static constexpr int kTileN = kColumns;
   static constexpr int kStripTiles = kSplit ? 32 : 16;
   static constexpr int kBlockK = 64;
+  static constexpr int kBoxRows = kSplit ? 16 : 64;  // of a box of either operand: reads of few rows end near the last one
   static constexpr bool kOnlyKMajor = false;
   static constexpr bool kKeepRows = kSplit;  // L2 is asked to keep operand A
   static constexpr int kConsumers = 2;
@@ -28,8 +29,8 @@ struct ResidentConfig {
   static constexpr int kOwnN = kSplit ? kColumns / 2 : kColumns;  // columns of a warpgroup
   static constexpr int kOwnM = kTileM / 64;                       // 64-row parts of a warpgroup
   static constexpr int kMaxUnits = 1;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kSplit ? 56 : 40;  // by 16-row boxes the loader needs more than 40
+  static constexpr int kConsumerRegisters = kSplit ? 224 : 232;
 
   // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of mma_sm90.h.
   static constexpr int kStageBytes = kPanelsA * kPanelBytes;
@@ -61,6 +62,9 @@ using ResidentTall = ResidentConfig<128, 9>;
 // One strip as every role sees it. The row tiles of both matrices of kWgradGateUp follow one another (Pairs::kStrips).
 template <class Config>
 struct Strip {
+  static constexpr int kBoxes = Config::kBlockK / Config::kBoxRows;  // of a whole K block, per panel
+  static constexpr int kBoxBytes = Config::kBoxRows * kPanelRowBytes;
+
   Task task;  // of this block; m0 is the first tile's
   int k_blocks, tiles, matrix_tiles;
   bool resident;
@@ -72,6 +76,10 @@ struct Strip {
         resident(k_blocks <= Config::Columns::kStages) {
     const int left = (kind == kWgradGateUp ? 2 : 1) * matrix_tiles - of.m0 / Config::kTileM;
     tiles = left < Config::kStripTiles ? left : Config::kStripTiles;
+  }
+  MOE_FN int boxes(int kb) const {  // of a K block, per panel: what lies past the expert's rows is not multiplied
+    const int left = div_up(task.rows - Config::kBlockK * kb, Config::kBoxRows);
+    return kBoxes == 1 || left > kBoxes ? kBoxes : left;
   }
   MOE_FN Task tile(int t) const {
     Task one = task;
@@ -97,6 +105,7 @@ template <Kind kKind, class Isa, class Config, class Arguments, class Scales>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
                        Ring<Isa, typename Config::Columns>& columns, Scales scales) {
   const Strip<Config> strip(task, kKind, rank, args);
+  constexpr int kBoxes = Strip<Config>::kBoxes, kBoxBytes = Strip<Config>::kBoxBytes;
   wait_ready<Isa>(task, args);
   MOE_NO_UNROLL
   for (int t = 0; t < strip.tiles; ++t) {
@@ -104,24 +113,31 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
     MOE_NO_UNROLL
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
       const KBlock block = {0, tile.row0 + Config::kBlockK * kb};
+      const int boxes = strip.boxes(kb);
       if (t == 0 || !strip.resident) {
         Isa::barrier_wait(columns.empty(), columns.phase ^ 1);
-        Isa::barrier_expect_bytes(columns.full(), Config::kColumnBytes + scales.column_bytes());
-        MOE_UNROLL
-        for (int p = 0; p < Config::kPanelsB; ++p) {
-          const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
-          Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes, box.inner, box.outer, 0, 0);
+        Isa::barrier_expect_bytes(columns.full(), Config::kPanelsB * boxes * kBoxBytes + scales.column_bytes());
+        MOE_NO_UNROLL
+        for (int i = 0; i < boxes; ++i) {
+          MOE_UNROLL
+          for (int p = 0; p < Config::kPanelsB; ++p) {
+            const Box box = box_b<kKind, Config>(tile, block, 64 * p, Config::kBoxRows * i);
+            Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes + i * kBoxBytes, box.inner, box.outer, 0, 0);
+          }
         }
         scales.load_columns(kb, columns);
         columns.advance();
       }
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), Config::kStageBytes + Scales::kRowBytes);
-      // Two panels, one brought by each block for both; or one, brought by each in turn.
+      Isa::barrier_expect_bytes(ring.full(), Config::kPanelsA * boxes * kBoxBytes + Scales::kRowBytes);
+      // Two panels, one brought by each block for both; or one, whose boxes they bring in turn.
       const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
-      if (Config::kPanelsA == 2 || ring.stage % 2 == rank) {
-        const Box box = box_a<kKind, Config>(tile, block, 64 * static_cast<int>(panel), 0);
-        Isa::template load_panel_both<Config::kKeepRows>(&args.a, ring.full(), ring.data() + panel * kPanelBytes, box.inner, box.outer, tile.half, 0);
+      MOE_NO_UNROLL
+      for (int i = 0; i < boxes; ++i) {
+        if (Config::kPanelsA == 1 && (kBoxes * ring.stage + i) % 2 != rank) continue;
+        const Box box = box_a<kKind, Config>(tile, block, 64 * static_cast<int>(panel), Config::kBoxRows * i);
+        const uint32_t to = ring.data() + panel * kPanelBytes + i * kBoxBytes;
+        Isa::template load_panel_both<Config::kKeepRows>(&args.a, ring.full(), to, box.inner, box.outer, tile.half, 0);
       }
       scales.load_rows(tile, kb, ring);
       ring.advance();

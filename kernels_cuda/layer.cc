@@ -296,10 +296,11 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
-  MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream));
-  // Only wgrad_gate_up, which comes last, reads rows of x; but to recompute gate and up they are needed now.
+  // Of padded rows only a weight gradient multiplies any with others. And only wgrad_gate_up, which comes last, reads rows of x; but to recompute
+  // gate and up they are needed now.
+  MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream, multiplied_rows(m.wgrad_down.layout)));
   const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
-  if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
+  if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
 
   CUtensorMap x, dy, w_up_map, w_down_map, gate_up, d_gate_up, scaled_h, dw_up_map, dw_down_map;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&x, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
@@ -335,8 +336,9 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, stream));
 
   auto dw_down_args = arguments(s, kWgradDown, act);
-  dw_down_args.a = dy;
-  dw_down_args.b = scaled_h;
+  const int box_down = box_rows(m.wgrad_down.layout), box_up = box_rows(m.wgrad_gate_up.layout);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.a, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model), box_down));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.b, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width), box_down));
   dw_down_args.out = dw_down_map;
   dw_down_args.dw = dw.down_ExDxF;
   dw_down_args.accumulate = accumulate;
@@ -353,8 +355,8 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   }
 
   auto dw_up_args = arguments(s, kWgradGateUp, act);
-  dw_up_args.a = d_gate_up;
-  dw_up_args.b = x;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.a, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2), box_up));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.b, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model), box_up));
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw.gate_up_Ex2xFxD;
   dw_up_args.accumulate = accumulate;

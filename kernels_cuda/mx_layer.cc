@@ -147,8 +147,8 @@ Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Op
   return encode_tensor_map(map, name, o.fp8 ? Element::kE4m3 : Element::kBf16, o.data, rows_shape(s, width, halves));
 }
 // Of an operand of a weight gradient: transposed in FP8, as rows in BF16.
-Status column_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves = 1) {
-  if (!o.fp8) return encode_tensor_map(map, name, Element::kBf16, o.data, rows_shape(s, width, halves));
+Status column_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, Layout layout, int64_t width, int64_t halves = 1) {
+  if (!o.fp8) return encode_tensor_map(map, name, Element::kBf16, o.data, rows_shape(s, width, halves), box_rows(layout));
   return encode_tensor_map(map, name, Element::kE4m3, o.data, {s.rows, width, halves, 1});
 }
 Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1) {
@@ -419,8 +419,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
 
   auto dw_down_args = arguments(s, kWgradDown, act, fp8_wgrad);
-  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.a, "dy", s, m.dy_columns, D));
-  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.b, "weight * h", s, m.scaled_h_columns, F));
+  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.a, "dy", s, m.dy_columns, m.wgrad_down.layout, D));
+  MOE_RETURN_IF_ERROR(column_map(&dw_down_args.b, "weight * h", s, m.scaled_h_columns, m.wgrad_down.layout, F));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.out, "dw_down", Element::kFp32, dw_down, {F, D, 1, s.experts}));
   dw_down_args.a_codes = m.dy_columns.codes;
   dw_down_args.b_scales = reinterpret_cast<const uint16_t*>(m.scaled_h_columns.codes);
@@ -443,8 +443,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, fp8, stream));
 
   auto dw_up_args = arguments(s, kWgradGateUp, act, fp8_wgrad);
-  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, F, 2));
-  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.b, "x", s, m.x_columns, D));
+  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, m.wgrad_gate_up.layout, F, 2));
+  MOE_RETURN_IF_ERROR(column_map(&dw_up_args.b, "x", s, m.x_columns, m.wgrad_gate_up.layout, D));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.out, "dw_gate_up", Element::kFp32, dw_gate_up, {D, F, 2, s.experts}));
   dw_up_args.a_codes = m.d_gate_up_columns.codes;
   dw_up_args.b_scales = reinterpret_cast<const uint16_t*>(m.x_columns.codes);

@@ -18,13 +18,14 @@ size_t slot_table_bytes(int64_t top_k) { return static_cast<size_t>((top_k + 3) 
 constexpr int kPaddingBlocks = 8;
 
 __global__ void __launch_bounds__(kThreads)
-    dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, Plan plan) {
+    dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, Plan plan,
+                    int zero_to) {
   const int padding_blocks = experts * kPaddingBlocks;
   if (static_cast<int>(blockIdx.x) < padding_blocks) {
     const int expert = blockIdx.x / kPaddingBlocks;
     const int count = plan.count_E[expert];
     const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
-    const int padding = (count + 63) / 64 * 64 - count;  // whole panels of padding are never read
+    const int padding = (count + zero_to - 1) / zero_to * zero_to - count;  // what lies past it is never multiplied
     const int64_t total = static_cast<int64_t>(padding) * vectors;
     for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
       rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
@@ -117,11 +118,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream) {
+Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream,
+                     int zero_to) {
   const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
   dispatch_kernel<<<blocks, kThreads, slot_table_bytes(s.top_k), stream>>>(
       reinterpret_cast<const uint4*>(x_TxD), reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8),
-      static_cast<int>(s.experts), static_cast<int>(s.top_k), plan);
+      static_cast<int>(s.experts), static_cast<int>(s.top_k), plan, zero_to);
   return launched("dispatch_rows");
 }
 

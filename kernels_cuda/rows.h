@@ -5,9 +5,10 @@
 
 namespace moe {
 
-// rows_MxD[row_TxK[t, s]] = x_TxD[t] for every slot with a row, and zeros in the padded rows of each group. Slack rows after the
-// last group are not touched.
-Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream);
+// rows_MxD[row_TxK[t, s]] = x_TxD[t] for every slot with a row, and zeros in the padded rows of each group up to a multiple of `zero_to`. Nothing
+// else is touched.
+Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream,
+                     int zero_to = 64);
 
 // y_TxD[t] = sum over s, in slot order, FP32, of weight_TxK[t, s] * rows_MxD[row_TxK[t, s]], rounded once. weight null: 1.
 Status combine_rows(const LayerShape& shape, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,

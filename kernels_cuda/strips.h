@@ -2,6 +2,7 @@
 // their output is cut. For both recipes on Hopper.
 #pragma once
 
+#include "gemm_kernels.h"
 #include "gemm_resident.h"
 #include "moe.h"
 #include "tiling.h"
@@ -23,6 +24,12 @@ inline Way resident_way(int64_t rows, int columns) {
   if (rows <= 176 && fills_strips<ResidentWide>(columns)) return kWayResident512;
   return rows <= 544 && fills_strips<ResidentTall>(columns) ? kWayResident128 : kWayDispatched;
 }
+
+// Rows of a box of the operands.
+inline int box_rows(Layout layout) { return layout == Layout::kResident512 ? ResidentWide::kBoxRows : kPanelRows; }
+
+// Rows that a product multiplies are a multiple of this from an expert's first one, so up to there its padding must be zero.
+inline int multiplied_rows(Layout layout) { return layout == Layout::kResident512 || layout == Layout::kResident128 ? 16 : 64; }
 
 // Strips instead of tiles.
 template <class Config>

@@ -1,6 +1,7 @@
 // Runs every kind of grouped GEMM of kernels_cuda/ on the host emulator, on a small layer with unequal, unaligned sizes, and compares
 // with plain loops: relative norm per expert, zero padding, nothing written elsewhere, equal bits for every interleaving seed.
 // Usage: host_kernels KIND SEED...; prints one line per kind and exits with 1 on a mismatch.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -54,6 +55,15 @@ std::vector<uint16_t> random_rows(int width) {  // rows of experts, zeros in bet
     if (!is_row(r)) std::memset(&v[static_cast<size_t>(r) * width], 0, 2 * width);
   }
   return v;
+}
+
+// Dispatched rows as products see them that multiply no padded row past the next multiple of `zero_to` with others: those are NaN.
+std::vector<uint16_t> poisoned(std::vector<uint16_t> rows, int width, int zero_to) {
+  for (int e = 0; e < kExperts; ++e) {
+    const int first = kStart[e] + (kCount[e] + zero_to - 1) / zero_to * zero_to, end = e + 1 < kExperts ? kStart[e + 1] : kRows;
+    std::fill(rows.begin() + first * width, rows.begin() + end * width, uint16_t{0xFFFF});
+  }
+  return rows;
 }
 
 host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t outer, int64_t halves = 1, int64_t experts = 1) {
@@ -236,8 +246,8 @@ uint64_t digest_rows(const std::vector<uint16_t>& out, int width, int halves = 1
 uint64_t gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> h(kPoison16.begin(), kPoison16.begin() + kRows * kF), saved = kPoison16;
   Arguments args = arguments(kD, kF, kF);
-  const auto tokens = l.tokens(l.x);
-  set_rows(args, l, l.x, tokens, variant);
+  const auto tokens = l.tokens(l.x), rows = poisoned(l.x, kD, 16);
+  set_rows(args, l, rows, tokens, variant);
   args.bias = l.b_gate_up.data();
   args.b = map_of(l.w_gate_up.data(), 2, kD, kF, 2, kExperts);
   args.out = map_of(h.data(), 2, kF, kRows);
@@ -274,7 +284,8 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
   std::vector<uint16_t> d_gate_up = kPoison16, scaled(kPoison16.begin(), kPoison16.begin() + kRows * kF);
   std::vector<float> partial(size_t{2} * kRows, NAN);
   Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(l.dy.data(), 2, kD, kRows);
+  const auto dy = poisoned(l.dy, kD, 16);
+  args.a = map_of(dy.data(), 2, kD, kRows);
   args.slot_M = l.slot.data();
   args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
   args.gate_up = map_of(l.gate_up.data(), 2, kF, kRows, 2);
@@ -392,8 +403,13 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
     dw = before;
   }
   Arguments args = arguments(kRows, m_extent, n_extent);
-  args.a = map_of(a.data(), 2, m_extent, kRows, halves);
-  args.b = map_of(b.data(), 2, n_extent, kRows);
+  // What the layer dispatches for a product, dy or x, is zero only as far as the product multiplies; the other operand comes from dgrad.
+  const int zero_to = variant == Variant::kDispatched ? 64 : 16;
+  const auto rows_a = kKind == kWgradDown ? poisoned(a, m_extent, zero_to) : a;
+  const auto rows_b = kKind == kWgradGateUp ? poisoned(b, n_extent, zero_to) : b;
+  args.a = map_of(rows_a.data(), 2, m_extent, kRows, halves);
+  args.b = map_of(rows_b.data(), 2, n_extent, kRows);
+  if (variant == Variant::kResident512) args.a.box_rows = args.b.box_rows = ResidentWide::kBoxRows;
   args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
   args.dw = dw.data();
   args.accumulate = accumulate;

@@ -28,9 +28,9 @@ Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start
   return {};
 }
 
-Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t) {
-  for (int64_t e = 0; e < s.experts; ++e) {  // padding, up to the next 64 rows
-    const int64_t first = plan.start_E[e] + plan.count_E[e], end = plan.start_E[e] + (plan.count_E[e] + 63) / 64 * 64;
+Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t, int zero_to) {
+  for (int64_t e = 0; e < s.experts; ++e) {  // padding
+    const int64_t first = plan.start_E[e] + plan.count_E[e], end = plan.start_E[e] + (plan.count_E[e] + zero_to - 1) / zero_to * zero_to;
     std::fill(rows_MxD + first * s.d_model, rows_MxD + end * s.d_model, uint16_t{0});
   }
   for (int64_t slot = 0; slot < s.tokens * s.top_k; ++slot) {

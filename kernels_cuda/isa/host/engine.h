@@ -11,10 +11,11 @@
 
 namespace moe::host {
 
-struct Map {  // what a tensor map says: a dense tensor of four dimensions, innermost first
+struct Map {  // what a tensor map says: a dense tensor of four dimensions, innermost first, and the rows of a box
   uint8_t* data = nullptr;
   int element_bytes = 2;
   int64_t dims[4] = {1, 1, 1, 1};
+  int box_rows = 64;
 };
 
 constexpr int kBlocks = 2;

@@ -208,11 +208,11 @@ struct Host {
     host::meet(1000 + warpgroup_index(), host::thread() % 128, 128, name, argument, data, combine);
   }
 
-  // Every 16-byte chunk of a panel: its offset in (swizzled) shared memory, and where it lies, or null outside the tensor.
+  // Every 16-byte chunk of a box: its offset in (swizzled) shared memory, and where it lies, or null outside the tensor.
   template <class F>
   static void for_chunks(const TensorMap* map, int c0, int c1, int c2, int c3, F f) {
     const int per_chunk = 16 / map->element_bytes;
-    for (int row = 0; row < kPanelRows; ++row) {
+    for (int row = 0; row < map->box_rows; ++row) {
       for (int chunk = 0; chunk < 8; ++chunk) {
         const int64_t at[4] = {c0 + chunk * per_chunk, c1 + row, c2, c3};
         bool inside = true;
@@ -224,10 +224,11 @@ struct Host {
   }
 
   static void load(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3, int blocks) {
-    if (dst % 1024 != 0) host::fail("a panel must start at a multiple of 1024 bytes");
+    if (dst % 1024 != 0) host::fail("a box must start at a multiple of 1024 bytes");
+    const int bytes = map->box_rows * kPanelRowBytes;
     for (int b = 0; b < host::kBlocks; ++b) {
       if (!(blocks >> b & 1)) continue;
-      std::memset(host::shared(b, dst, kPanelBytes), 0xFF, kPanelBytes);  // unreadable until it lands
+      std::memset(host::shared(b, dst, bytes), 0xFF, bytes);  // unreadable until it lands
       host::copy_in([=] {
         for_chunks(map, c0, c1, c2, c3, [&](uint32_t offset, uint8_t* global) {
           uint8_t* to = host::shared(b, dst + offset, 16);
@@ -237,7 +238,7 @@ struct Host {
             std::memset(to, 0, 16);
           }
         });
-        host::barrier_complete(b, bar, kPanelBytes);
+        host::barrier_complete(b, bar, bytes);
       });
     }
   }
