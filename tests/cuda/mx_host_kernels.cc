@@ -18,7 +18,7 @@ using namespace moe;
 using Arguments = MxArguments<host::Map>;
 
 constexpr int kExperts = 3, kD = 160, kF = 288;
-constexpr int kCount[kExperts] = {200, 0, 70};  // two row tiles that pair, an empty expert, an odd tile
+constexpr int kCount[kExperts] = {200, 0, 40};  // two row tiles that pair, an empty expert, an odd tile with a warpgroup of padding
 constexpr int kStart[kExperts] = {0, 256, 256};
 constexpr int kRows = 384;
 
