@@ -21,7 +21,6 @@ struct ResidentConfig {
   static constexpr int kBlockK = 64;
   static constexpr int kBoxRows = kSplit ? 16 : 64;  // of a box of either operand: reads of few rows end near the last one
   static constexpr bool kOnlyKMajor = false;
-  static constexpr bool kKeepRows = kSplit;  // L2 is asked to keep operand A
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileM / 64;
@@ -90,20 +89,10 @@ struct Strip {
   }
 };
 
-// What comes with a K block of either operand, beside it: nothing. Bytes of this block; load: to be counted on the ring's full barrier.
-struct NoStripScales {
-  static constexpr uint32_t kRowBytes = 0;
-  MOE_FN uint32_t column_bytes() const { return 0; }
-  template <class Rows>
-  MOE_FN void load_rows(const Task&, int, const Rows&) const {}
-  template <class Columns>
-  MOE_FN void load_columns(int, const Columns&) const {}
-};
-
 // Producer, one strip.
-template <Kind kKind, class Isa, class Config, class Arguments, class Scales>
+template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
-                       Ring<Isa, typename Config::Columns>& columns, Scales scales) {
+                       Ring<Isa, typename Config::Columns>& columns) {
   const Strip<Config> strip(task, kKind, rank, args);
   constexpr int kBoxes = Strip<Config>::kBoxes, kBoxBytes = Strip<Config>::kBoxBytes;
   wait_ready<Isa>(task, args);
@@ -116,7 +105,7 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
       const int boxes = strip.boxes(kb);
       if (t == 0 || !strip.resident) {
         Isa::barrier_wait(columns.empty(), columns.phase ^ 1);
-        Isa::barrier_expect_bytes(columns.full(), Config::kPanelsB * boxes * kBoxBytes + scales.column_bytes());
+        Isa::barrier_expect_bytes(columns.full(), Config::kPanelsB * boxes * kBoxBytes);
         MOE_NO_UNROLL
         for (int i = 0; i < boxes; ++i) {
           MOE_UNROLL
@@ -125,11 +114,10 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
             Isa::load_panel(&args.b, columns.full(), columns.data() + p * kPanelBytes + i * kBoxBytes, box.inner, box.outer, 0, 0);
           }
         }
-        scales.load_columns(kb, columns);
         columns.advance();
       }
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), Config::kPanelsA * boxes * kBoxBytes + Scales::kRowBytes);
+      Isa::barrier_expect_bytes(ring.full(), Config::kPanelsA * boxes * kBoxBytes);
       // Two panels, one brought by each block for both; or one, whose boxes they bring in turn.
       const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
       MOE_NO_UNROLL
@@ -137,9 +125,8 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
         if (Config::kPanelsA == 1 && (kBoxes * ring.stage + i) % 2 != rank) continue;
         const Box box = box_a<kKind, Config>(tile, block, 64 * static_cast<int>(panel), Config::kBoxRows * i);
         const uint32_t to = ring.data() + panel * kPanelBytes + i * kBoxBytes;
-        Isa::template load_panel_both<Config::kKeepRows>(&args.a, ring.full(), to, box.inner, box.outer, tile.half, 0);
+        Isa::template load_panel_both<Config::kSplit>(&args.a, ring.full(), to, box.inner, box.outer, tile.half, 0);
       }
-      scales.load_rows(tile, kb, ring);
       ring.advance();
     }
   }
@@ -154,7 +141,6 @@ struct Steps {
 // of a ring that the other one walks.
 template <Kind kKind, class Isa, class Config>
 struct ResidentConsumer {
-  using Shape = Config;
   using Rows = Ring<Isa, Config>;
   using Columns = Ring<Isa, typename Config::Columns>;
   uint32_t base;
@@ -164,10 +150,6 @@ struct ResidentConsumer {
   uint32_t turns = 0;
   float acc[Config::kOwnM][Config::kOwnN / 2];
 
-  template <class Arguments>
-  static MOE_FN NoStripScales scales(const Task&, uint32_t, const Arguments&) {
-    return {};
-  }
   MOE_FN ResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), lane(Isa::lane_index()), row(16 * (Isa::warp_index() % 4) + Isa::lane_index() / 4) {}
 
@@ -322,9 +304,9 @@ MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t share
 }
 
 // The roles of a block that runs strips, for run_roles.
-template <Kind kKind, class Isa, class Consumer>
-struct ResidentRoles {
-  using Config = typename Consumer::Shape;
+template <Kind kKind, class Isa, class Config_>
+struct Resident {
+  using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kFourthWarp = false;
   static constexpr uint32_t kFullArrivals = 1;
@@ -348,10 +330,7 @@ struct ResidentRoles {
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    each_task(batch, [&](const Task& task, const auto& args) {
-      const uint32_t rank = Isa::cluster_rank();
-      load_strip<kKind, Isa, Config>(task, args, rank, ring, b, Consumer::scales(task, rank, args));
-    });
+    each_task(batch, [&](const Task& task, const auto& args) { load_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b); });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch&, uint32_t) {}
@@ -364,11 +343,9 @@ struct ResidentRoles {
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    Consumer state(base, consumer);
+    ResidentConsumer<kKind, Isa, Config> state(base, consumer);
     each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };
-template <Kind kKind, class Isa, class Config>
-using Resident = ResidentRoles<kKind, Isa, ResidentConsumer<kKind, Isa, Config>>;
 
 }  // namespace moe
