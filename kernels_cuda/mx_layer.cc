@@ -399,8 +399,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dh.weight_partial = m.partial_CxM;
   if (fp8) {  // quantised in the epilogue
     MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2));
-    MOE_RETURN_IF_ERROR(column_map(&dh.d_gate_up, "d_gate_up", s, m.d_gate_up_columns, F, 2));
-    MOE_RETURN_IF_ERROR(column_map(&dh.scaled_h, "weight * h", s, m.scaled_h_columns, F));
+    MOE_RETURN_IF_ERROR(column_map(&dh.d_gate_up, "d_gate_up", s, m.d_gate_up_columns, m.dgrad_down.layout, F, 2));
+    MOE_RETURN_IF_ERROR(column_map(&dh.scaled_h, "weight * h", s, m.scaled_h_columns, m.dgrad_down.layout, F));
     dh.row_codes = m.d_gate_up.codes;
     dh.column_codes = m.d_gate_up_columns.codes;
     dh.scaled_h_scales = reinterpret_cast<uint16_t*>(m.scaled_h_columns.codes);
