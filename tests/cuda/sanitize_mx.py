@@ -3,6 +3,7 @@ capability 9.0. As sanitize.py.
 
     python tests/cuda/sanitize_mx.py --out LOGS      # all four at once; prints one line per tool, exits 1 if one found something
     python tests/cuda/sanitize_mx.py --run           # the shapes alone, as the tools run them
+    python tests/cuda/sanitize_mx.py --judge LOG     # a racecheck log of the library that is built
 
 Both modes, weight gradients in MXFP8 and in BF16, in tiles and in strips, saved, packed and recomputed residuals, accumulation.
 """
@@ -14,6 +15,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "kernels_cuda"))
 
+import race_reports
 import sanitize
 
 SHAPES = [
@@ -21,6 +23,7 @@ SHAPES = [
     (300, 1, 1, 96, 160),
 ]  # T, K, E, D, F; the second has three K blocks in a weight gradient
 READERS = ("quantize_tile", "combine_kernel")  # of what bulk tensor stores wrote
+MISREAD = (race_reports.column_reuse,)  # by racecheck
 
 
 def run_shapes(unwritten: bool) -> None:
@@ -68,6 +71,7 @@ def run_shapes(unwritten: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the shapes, without a tool")
+    parser.add_argument("--judge", type=pathlib.Path, metavar="LOG", help="judge a log of racecheck; needs no GPU")
     parser.add_argument("--unwritten", action="store_true", help="with --run: do not fill memory first")
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("build/sanitize_mx"), help="folder for the logs"
@@ -76,5 +80,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.run:
         run_shapes(args.unwritten)
+    elif args.judge:
+        sys.exit(0 if sanitize.judge_races(args.judge.read_text(), MISREAD) else 1)
     else:
-        sys.exit(0 if sanitize.run_tools(args.out, args.seconds, __file__, READERS) else 1)
+        sys.exit(0 if sanitize.run_tools(args.out, args.seconds, __file__, READERS, MISREAD) else 1)
