@@ -17,7 +17,7 @@ KERNELS = ROOT / "kernels_cuda"
 CXX = shutil.which("g++") or shutil.which("clang++")
 
 HOST = KERNELS / "isa" / "host"
-HOPPER_EMULATOR = [HOST / "engine.cc", HOST / "fibers.cc"]
+HOPPER_EMULATOR = [HOST / "engine.cc", HOST / "fibers.cc", HOST / "races.cc"]
 BLACKWELL_EMULATOR = [HOST / "sm100_machine.cc", HOST / "sm100_tensor.cc", HOST / "fibers.cc"]
 
 

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "fibers.h"
+#include "races.h"
 
 namespace moe::host {
 namespace {
@@ -18,13 +19,15 @@ using Action = std::function<void()>;
 
 struct Worker {
   std::vector<Action> uncommitted;
-  std::vector<Action> gathers;               // since the last gather_arrive
-  std::deque<std::vector<Action>> stores;  // committed groups not yet done
+  std::vector<std::pair<uint32_t, Action>> gathers;  // since the last gather_arrive
+  std::deque<std::vector<Action>> stores;            // committed groups not yet done
+  int committed = 0;
 };
 
 struct Barrier {
   int64_t arrivals = 0, pending = 0, bytes = 0;
   uint32_t phase = 0;
+  int clock = 0;  // of the race detector
   std::vector<int> waiting;
 };
 
@@ -37,11 +40,13 @@ struct Flight {  // accumulators of a warpgroup with products under way
 struct Warpgroup {
   std::vector<Action> open;
   std::deque<std::vector<Action>> groups;
+  int committed = 0;
   std::map<void*, Flight> flights;  // by the first thread's registers
 };
 
 struct Engine {
   Fibers fibers;
+  Races races;
   std::vector<Worker> workers;
   bool lazy;  // copies and stores happen only when someone must wait for them
   std::vector<uint8_t> memory[kBlocks];
@@ -51,14 +56,18 @@ struct Engine {
   std::vector<int> at_cluster;
 
   Engine(int threads, int shared_bytes, uint32_t seed)
-      : fibers(kBlocks, threads, seed), workers(static_cast<size_t>(kBlocks * threads)), lazy(seed % 2 == 0) {
+      : fibers(kBlocks, threads, seed),
+        races(kBlocks, threads, kBase, static_cast<uint32_t>(shared_bytes), [this](const std::string& what) { fibers.fail(what); }),
+        workers(static_cast<size_t>(kBlocks * threads)),
+        lazy(seed % 2 == 0) {
     for (auto& bytes : memory) bytes.assign(static_cast<size_t>(shared_bytes), 0xFF);
   }
 };
 
 Engine* engine = nullptr;
 
-Worker& me() { return engine->workers[static_cast<size_t>(engine->fibers.self())]; }
+int self() { return engine->fibers.self(); }
+Worker& me() { return engine->workers[static_cast<size_t>(self())]; }
 
 bool land_copy() {
   if (engine->copies.empty()) return false;
@@ -100,8 +109,16 @@ void settle(Barrier& bar, uint32_t address) {
   if (bar.pending == 0 && bar.bytes == 0) {
     bar.pending = bar.arrivals;
     ++bar.phase;
+    engine->races.complete(bar.clock, bar.phase);
     engine->fibers.wake(bar.waiting);
   }
+}
+
+void count_arrivals(int block, uint32_t address, uint32_t count, int64_t expect_bytes) {
+  Barrier& bar = barrier_at(block, address);
+  bar.bytes += expect_bytes;
+  bar.pending -= count;
+  settle(bar, address);
 }
 
 }  // namespace
@@ -118,6 +135,40 @@ uint8_t* shared(int block, uint32_t address, uint32_t bytes) {
   return engine->memory[block].data() + (address - kBase);
 }
 
+uint8_t* read(uint32_t address, uint32_t bytes) {
+  uint8_t* const at = shared(block(), address, bytes);
+  engine->races.read(self(), address, bytes);
+  return at;
+}
+uint8_t* written(uint32_t address, uint32_t bytes) {
+  uint8_t* const at = shared(block(), address, bytes);
+  engine->races.write(self(), address, bytes);
+  return at;
+}
+uint8_t* read_by_warp(uint32_t address, uint32_t bytes) {
+  uint8_t* const at = shared(block(), address, bytes);
+  engine->races.warp_read(self(), address, bytes);
+  return at;
+}
+uint8_t* written_by_warp(uint32_t address, uint32_t bytes) {
+  uint8_t* const at = shared(block(), address, bytes);
+  engine->races.warp_write(self(), address, bytes);
+  return at;
+}
+
+void copy_writes(int block, uint32_t address, uint32_t bytes, uint32_t bar) {
+  const Barrier& barrier = barrier_at(block, bar);
+  engine->races.copy_in(self(), block, address, bytes, barrier.clock, barrier.phase + 1, false);
+}
+void store_reads(uint32_t address, uint32_t bytes) {
+  shared(block(), address, bytes);
+  engine->races.copy_out(self(), address, bytes, static_cast<uint32_t>(me().committed + 1));
+}
+void product_reads(uint32_t address, uint32_t bytes) {
+  shared(block(), address, bytes);
+  engine->races.operand(self(), address, bytes, static_cast<uint32_t>(engine->products[{block(), thread() / 128}].committed + 1));
+}
+
 void meet(int group, int member, int threads, const char* name, uint64_t argument, void* data,
           const std::function<void(void**)>& combine) {
   engine->fibers.meet(group, member, threads, name, argument, data, combine);
@@ -128,13 +179,12 @@ void barrier_init(uint32_t address, uint32_t arrivals) {
   Barrier& bar = engine->barriers[{block(), address}];
   bar = {};
   bar.arrivals = bar.pending = arrivals;
+  bar.clock = engine->races.new_barrier(block(), address);
 }
 
 void barrier_arrive(int block, uint32_t address, uint32_t count, int64_t expect_bytes) {
-  Barrier& bar = barrier_at(block, address);
-  bar.bytes += expect_bytes;
-  bar.pending -= count;
-  settle(bar, address);
+  engine->races.arrive(self(), barrier_at(block, address).clock);
+  count_arrivals(block, address, count, expect_bytes);
 }
 
 void barrier_complete(int block, uint32_t address, int64_t bytes) {
@@ -149,27 +199,34 @@ void barrier_wait(uint32_t address, uint32_t parity) {
     bar.waiting.push_back(engine->fibers.self());
     engine->fibers.sleep({"the barrier", "", address});
   }
+  engine->races.acquire(self(), bar.clock);
 }
 
 void cluster_sync() {
   engine->at_cluster.push_back(engine->fibers.self());
   if (engine->at_cluster.size() == engine->workers.size()) {
     engine->at_cluster.pop_back();
+    engine->races.sync_all();
     engine->fibers.wake(engine->at_cluster);
     return;
   }
   engine->fibers.sleep({"the cluster"});
 }
 
+void warp_synced() { engine->races.warp_sync(self()); }
+void fence_async() { engine->races.fence(self()); }
+
 void copy_in(Action action) { engine->copies.push_back(std::move(action)); }
 
-void gather(Action action) { me().gathers.push_back(std::move(action)); }
+void gather(uint32_t dst, Action action) { me().gathers.emplace_back(dst, std::move(action)); }
 
 void gather_arrive(uint32_t address) {
   const int at = block();
+  const Barrier& bar = barrier_at(at, address);
+  for (const auto& [dst, action] : me().gathers) engine->races.copy_in(self(), at, dst, 16, bar.clock, bar.phase + 1, true);
   copy_in([at, address, actions = std::move(me().gathers)] {
-    for (auto& action : actions) action();
-    barrier_arrive(at, address, 1, 0);
+    for (auto& [dst, action] : actions) action();
+    count_arrivals(at, address, 1, 0);
   });
   me().gathers.clear();
 }
@@ -179,10 +236,12 @@ void copy_out(Action action) { me().uncommitted.push_back(std::move(action)); }
 void commit_stores() {
   me().stores.push_back(std::move(me().uncommitted));
   me().uncommitted.clear();
+  ++me().committed;
 }
 
 void wait_stores(int pending) {
   while (static_cast<int>(me().stores.size()) > pending) do_oldest_group(me().stores);
+  engine->races.stores_done(self(), static_cast<uint32_t>(std::max(0, me().committed - pending)));
 }
 
 void queue_product(int warpgroup, void** accumulators, int floats, std::function<void(const Accumulators&)> action) {
@@ -214,11 +273,13 @@ void commit_products(int warpgroup) {
   Warpgroup& wg = engine->products[{block(), warpgroup}];
   wg.groups.push_back(std::move(wg.open));
   wg.open.clear();
+  ++wg.committed;
 }
 
 void wait_products(int warpgroup, int pending) {
   Warpgroup& wg = engine->products[{block(), warpgroup}];
   while (static_cast<int>(wg.groups.size()) > pending) do_oldest_group(wg.groups);
+  engine->races.products_done(self(), static_cast<uint32_t>(std::max(0, wg.committed - pending)));
 }
 
 void run_cluster(int threads, int shared_bytes, uint32_t seed, const std::function<void()>& body) {

@@ -1,6 +1,6 @@
 // Runs one cluster of two blocks on the host: every GPU thread is a fiber (fibers.h), of which one runs at a time, chosen by a
 // seed. It ends the process with a message on a deadlock, a collective with a missing lane or differing arguments, a barrier that
-// overflows, or an access outside shared memory. Copies and products take effect as late as their waits allow, or earlier at the
+// overflows, an access outside shared memory, or two accesses that nothing orders (races.h). Copies and products take effect as late as their waits allow, or earlier at the
 // seed's whim, and shared memory that a copy will fill is poisoned meanwhile, so that a missing wait shows in the numbers.
 #pragma once
 
@@ -29,6 +29,15 @@ int block();
 int thread();
 [[noreturn]] void fail(const std::string& what);
 uint8_t* shared(int block, uint32_t address, uint32_t bytes);  // checked
+// The same of this thread's block, for ordinary accesses of this thread, or of its warp as one.
+uint8_t* read(uint32_t address, uint32_t bytes);
+uint8_t* written(uint32_t address, uint32_t bytes);
+uint8_t* read_by_warp(uint32_t address, uint32_t bytes);
+uint8_t* written_by_warp(uint32_t address, uint32_t bytes);
+// What the next copy_in writes, counted on the barrier of that block; what the next copy_out or queue_product reads.
+void copy_writes(int block, uint32_t address, uint32_t bytes, uint32_t bar);
+void store_reads(uint32_t address, uint32_t bytes);
+void product_reads(uint32_t address, uint32_t bytes);
 
 // All `threads` members of group `group` of this block meet: `name` and `argument` must agree. The last to arrive runs
 // `combine` on everyone's `data` (by member); nobody goes on before.
@@ -40,12 +49,14 @@ void barrier_arrive(int block, uint32_t address, uint32_t count, int64_t expect_
 void barrier_complete(int block, uint32_t address, int64_t bytes);
 void barrier_wait(uint32_t address, uint32_t parity);
 void cluster_sync();
+void warp_synced();  // all lanes of this warp have met to order their accesses
+void fence_async();  // of this thread: what it knows to be written is there for the copy engine and the tensor core
 
 // Runs `action` some time before its bytes are counted on the barrier of `block`.
 void copy_in(std::function<void()> action);
-// Copies of this thread that count on no barrier themselves: queued until gather_arrive, which makes one arrival on the barrier of this
-// block some time after them.
-void gather(std::function<void()> action);
+// Copies of this thread, 16 bytes to `dst` each, that count on no barrier themselves: queued until gather_arrive, which makes one arrival on the
+// barrier of this block some time after them.
+void gather(uint32_t dst, std::function<void()> action);
 void gather_arrive(uint32_t address);
 // Stores of this thread: queued until its commit, then done at any time; wait_stores returns when at most `pending` are left.
 void copy_out(std::function<void()> action);

@@ -34,7 +34,9 @@ struct Host {
     host::barrier_arrive(static_cast<int>(rank), bar, count, 0);
   }
   static void barrier_wait(uint32_t bar, uint32_t parity) { host::barrier_wait(bar, parity); }
-  static void warp_sync() { warp("warp_sync", 0, nullptr, nullptr); }
+  static void warp_sync() {
+    warp("warp_sync", 0, nullptr, [](void**) { host::warp_synced(); });
+  }
   static void cluster_sync() { host::cluster_sync(); }
 
   // --- bulk tensor copies ---
@@ -48,6 +50,7 @@ struct Host {
   }
   static void store_panel(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3) {
     const int block = host::block();
+    host::store_reads(src, map->box_rows * kPanelRowBytes);  // what is clipped too: the program must not count on it
     host::copy_out([=] {
       for_chunks(map, c0, c1, c2, c3, [&](uint32_t offset, uint8_t* global) {
         if (global != nullptr) std::memcpy(global, host::shared(block, src + offset, 16), 16);
@@ -60,14 +63,14 @@ struct Host {
     host::wait_stores(kPending);
   }
   static void store_wait_done() { host::wait_stores(0); }
-  static void fence_async_shared() {}
-  static void fence_async_all() {}
+  static void fence_async_shared() { host::fence_async(); }
+  static void fence_async_all() { host::fence_async(); }
 
   // --- gathers: a lane's copies since its last arrival land together with the next one ---
   static void gather_vector(uint32_t dst, const uint8_t* src, uint32_t bytes) {
     const int block = host::block();
     std::memset(host::shared(block, dst, 16), 0xFF, 16);  // unreadable until it lands
-    host::gather([=] {
+    host::gather(dst, [=] {
       uint8_t* to = host::shared(block, dst, 16);
       std::memset(to, 0, 16);
       if (bytes > 0) std::memcpy(to, src, bytes);
@@ -88,6 +91,8 @@ struct Host {
   static void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block();
     warpgroup("mma", desc_a * 31 + desc_b, acc, [=](void** data) {
+      for_operand(desc_a, kMnMajorA, 64, [](uint32_t address) { host::product_reads(address, 16); });
+      for_operand(desc_b, kMnMajorB, kN, [](uint32_t address) { host::product_reads(address, 16); });
       host::queue_product(warpgroup_index(), data, kCount, [=](const host::Accumulators& accs) {
         product(block, accs, kN, desc_a, kMnMajorA, desc_b, kMnMajorB);
       });
@@ -121,18 +126,18 @@ struct Host {
   }
   static void store_float2(uint32_t address, float a, float b) {
     const float v[2] = {a, b};
-    std::memcpy(host::shared(host::block(), address, 8), v, 8);
+    std::memcpy(host::written(address, 8), v, 8);
   }
   static void load_float2(uint32_t address, float& a, float& b) {
     float v[2];
-    std::memcpy(v, host::shared(host::block(), address, 8), 8);
+    std::memcpy(v, host::read(address, 8), 8);
     a = v[0];
     b = v[1];
   }
-  static void store_word(uint32_t address, uint32_t x) { std::memcpy(host::shared(host::block(), address, 4), &x, 4); }
+  static void store_word(uint32_t address, uint32_t x) { std::memcpy(host::written(address, 4), &x, 4); }
   static uint32_t load_word(uint32_t address) {
     uint32_t x;
-    std::memcpy(&x, host::shared(host::block(), address, 4), 4);
+    std::memcpy(&x, host::read(address, 4), 4);
     return x;
   }
   struct Vector {
@@ -140,7 +145,7 @@ struct Host {
   };
   static Vector load_vector(uint32_t address) {
     Vector v;
-    std::memcpy(&v, host::shared(host::block(), address, 16), 16);
+    std::memcpy(&v, host::read(address, 16), 16);
     return v;
   }
 
@@ -229,6 +234,7 @@ struct Host {
     for (int b = 0; b < host::kBlocks; ++b) {
       if (!(blocks >> b & 1)) continue;
       std::memset(host::shared(b, dst, bytes), 0xFF, bytes);  // unreadable until it lands
+      host::copy_writes(b, dst, bytes, bar);
       host::copy_in([=] {
         for_chunks(map, c0, c1, c2, c3, [&](uint32_t offset, uint8_t* global) {
           uint8_t* to = host::shared(b, dst + offset, 16);
@@ -245,12 +251,12 @@ struct Host {
 
   static void move_matrices(const char* name, uint32_t address, uint32_t* values) {
     const bool store = std::string(name) == "stmatrix";
-    const int block = host::block();
     Matrices mine = {address, values};
     warp(name, 0, &mine, [=](void** data) {
       for (int matrix = 0; matrix < 4; ++matrix) {
         for (int row = 0; row < 8; ++row) {
-          uint8_t* line = host::shared(block, static_cast<Matrices*>(data[8 * matrix + row])->address, 16);
+          const uint32_t from = static_cast<Matrices*>(data[8 * matrix + row])->address;
+          uint8_t* line = store ? host::written_by_warp(from, 16) : host::read_by_warp(from, 16);
           for (int quad = 0; quad < 4; ++quad) {
             uint32_t* value = &static_cast<Matrices*>(data[4 * row + quad])->values[matrix];
             if (store) {
@@ -281,18 +287,26 @@ struct Host {
     });
   }
 
-  // Element (mn, k) of an operand: the descriptor's offsets first, then the 128-byte swizzle on the address.
-  static float operand(int block, uint64_t desc, bool mn_major, int mn, int k) {
+  // Where element (mn, k) of an operand lies: the descriptor's offsets first, then the 128-byte swizzle on the address.
+  static uint32_t operand_address(uint64_t desc, bool mn_major, int mn, int k) {
     if (desc >> 62 != 1) host::fail("a wgmma descriptor must say 128-byte swizzle");
     const uint32_t start = static_cast<uint32_t>(desc & 0x3FFF) << 4;
     const uint32_t leading = static_cast<uint32_t>(desc >> 16 & 0x3FFF) << 4;
     const uint32_t stride = static_cast<uint32_t>(desc >> 32 & 0x3FFF) << 4;
     uint32_t address = mn_major ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
                                 : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
-    address ^= (address >> 7 & 7) << 4;
+    return address ^ (address >> 7 & 7) << 4;
+  }
+  static float operand(int block, uint64_t desc, bool mn_major, int mn, int k) {
     uint16_t bits;
-    std::memcpy(&bits, host::shared(block, address, 2), 2);
+    std::memcpy(&bits, host::shared(block, operand_address(desc, mn_major, mn, k), 2), 2);
     return from_bits(static_cast<uint32_t>(bits) << 16);
+  }
+
+  // Every 16 bytes of an operand of `lines` x 16: f(address).
+  template <class F>
+  static void for_operand(uint64_t desc, bool mn_major, int lines, F f) {
+    for (int i = 0; i < lines * 2; ++i) f(mn_major ? operand_address(desc, true, i / 16 * 8, i % 16) : operand_address(desc, false, i / 2, i % 2 * 8));
   }
 
   static void product(int block, const host::Accumulators& accs, int n, uint64_t desc_a, bool mn_a, uint64_t desc_b, bool mn_b) {

@@ -11,6 +11,8 @@ struct HostMx : Host {
   static void mma_e4m3(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block(), group = host::thread() / 128;
     host::meet(1000 + group, host::thread() % 128, 128, "mma_e4m3", desc_a * 31 + desc_b, acc, [=](void** data) {
+      for (int i = 0; i < 128; ++i) host::product_reads(element_address(desc_a, i / 2, i % 2 * 16), 16);
+      for (int i = 0; i < 256; ++i) host::product_reads(element_address(desc_b, i / 2, i % 2 * 16), 16);
       host::queue_product(group, data, 64, [=](const host::Accumulators& accs) { product(block, accs, desc_a, desc_b, kFirst); });
     });
   }
@@ -19,25 +21,28 @@ struct HostMx : Host {
     if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || dst % 16 != 0 || bytes % 16 != 0) host::fail("bulk copies are of 16 bytes, on 16 bytes");
     const int block = host::block();
     std::memset(host::shared(block, dst, bytes), 0xFF, bytes);  // unreadable until they land
+    host::copy_writes(block, dst, bytes, bar);
     host::copy_in([=] {
       std::memcpy(host::shared(block, dst, bytes), from, bytes);
       host::barrier_complete(block, bar, bytes);
     });
   }
-  static uint32_t load_shared_byte(uint32_t address) { return *host::shared(host::block(), address, 1); }
+  static uint32_t load_shared_byte(uint32_t address) { return *host::read(address, 1); }
   static void store_short(uint32_t address, uint32_t value) {
     const uint16_t v = static_cast<uint16_t>(value);
-    std::memcpy(host::shared(host::block(), address, 2), &v, 2);
+    std::memcpy(host::written(address, 2), &v, 2);
   }
 
  private:
-  // Element (row, k) of a K-major operand under the 128-byte swizzle.
-  static float element(int block, uint64_t desc, int row, int k) {
+  // Where element (row, k) of a K-major operand lies under the 128-byte swizzle.
+  static uint32_t element_address(uint64_t desc, int row, int k) {
     if (desc >> 62 != 1) host::fail("a wgmma descriptor must say 128-byte swizzle");
     const uint32_t start = static_cast<uint32_t>(desc & 0x3FFF) << 4, stride = static_cast<uint32_t>(desc >> 32 & 0x3FFF) << 4;
     uint32_t address = start + row / 8 * stride + row % 8 * 128 + k;
-    address ^= (address >> 7 & 7) << 4;
-    return mx::from_e4m3(*host::shared(block, address, 1));
+    return address ^ (address >> 7 & 7) << 4;
+  }
+  static float element(int block, uint64_t desc, int row, int k) {
+    return mx::from_e4m3(*host::shared(block, element_address(desc, row, k), 1));
   }
 
   static void product(int block, const host::Accumulators& accs, uint64_t desc_a, uint64_t desc_b, bool first) {
