@@ -8,6 +8,7 @@ import concurrent.futures
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -63,6 +64,19 @@ def build(sources: list[pathlib.Path], flags: list[str], headers: list[pathlib.P
         assert done.returncode == 0, done.stderr
         unfinished.rename(program)  # another process may have made the same one
     return program
+
+
+def found_race(program: pathlib.Path, kind: str, fault: str, first: str, second: str) -> None:
+    """Asserts that the race detector stops `kind` without one of its orders (host_faults.h) and names both accesses,
+    whether copies come late (even seeds) or at any time."""
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [str(program), kind, seed, f"--without={fault}"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 1, done.stdout
+        assert re.search(
+            f"race on shared address .* the {first}.* is not (ordered|fenced) before the {second}", done.stderr
+        ), done.stderr
 
 
 def build_all(programs: list[tuple[list[pathlib.Path], list[str], list[pathlib.Path]]]) -> list[pathlib.Path]:

@@ -1,6 +1,6 @@
 // Runs every kind of grouped GEMM of kernels_cuda/ on the host emulator, on a small layer with unequal, unaligned sizes, and compares
 // with plain loops: relative norm per expert, zero padding, nothing written elsewhere, equal bits for every interleaving seed.
-// Usage: host_kernels KIND SEED...; prints one line per kind and exits with 1 on a mismatch.
+// Usage: host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line per kind and exits with 1 on a mismatch.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,6 +11,7 @@
 
 #include "gemm_resident.h"
 #include "gemm_tokens_n.h"
+#include "host_faults.h"
 #include "host_tasks.h"
 #include "isa/host/host.h"
 #include "mma_sm90.h"
@@ -18,6 +19,7 @@
 namespace {
 
 using namespace moe;
+using Isa = Faulty<Host>;
 using Config = GemmConfig<256>;
 using Arguments = GemmArguments<host::Map>;
 
@@ -92,17 +94,17 @@ void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed) {
   const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
   GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Host>(batch); });
+  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
 }
 
 template <Kind kKind>
 void run_tokens_n(const Arguments& args, uint32_t seed) {
-  run_list<TokensN<kKind, true, Host>>(tiling_of(kKind, args, TokensNConfig::kTokens, Pairs::kColumns), args, seed);
+  run_list<TokensN<kKind, true, Isa>>(tiling_of(kKind, args, TokensNConfig::kTokens, Pairs::kColumns), args, seed);
 }
 
 template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
-  run_list<TokensM<KindSet<kKind>, true, Host, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
+  run_list<TokensM<KindSet<kKind>, true, Isa, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
 }
 
 // Weight gradients by strips, which here are one each. The expert of 200 rows streams, but for the 128 columns that hold 576 rows; the
@@ -112,7 +114,7 @@ void run_resident(const Arguments& args, uint32_t seed) {
   Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileM, Pairs::kStrips);
   tiling.m_extent = div_up(tiling.m_extent, Shape::kTileM) * Shape::kTileM;
   tiling.step_n = Shape::kTileN;
-  run_list<Resident<kKind, Host, Shape>>(tiling, args, seed);
+  run_list<Resident<kKind, Isa, Shape>>(tiling, args, seed);
 }
 
 template <Kind kKind>
@@ -434,11 +436,22 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
   return digest(dw.data(), 4 * dw.size());
 }
 
+std::vector<uint32_t> barriers_of(const std::string& name) {
+  const uint32_t base = Isa::shared_base();
+  std::vector<uint32_t> full;
+  for (int s = 0; s < Config::kStages; ++s) full.push_back(base + Config::kBarrierOffset + 8 * s);
+  if (name == "full") return full;
+  if (name == "credit") return {credit_barrier<Config>(base, 0), credit_barrier<Config>(base, 1)};
+  std::fprintf(stderr, "unknown barrier %s\n", name.c_str());
+  std::exit(2);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  take_fault(argc, argv, barriers_of);
   if (argc < 3) {
-    std::fprintf(stderr, "usage: host_kernels KIND SEED...\n");
+    std::fprintf(stderr, "usage: host_kernels KIND SEED... [--without=FAULT]\n");
     return 2;
   }
   const std::string kind = argv[1];

@@ -1,6 +1,7 @@
 // Runs every kind of FP8 grouped GEMM of kernels_cuda/mx_roles.h on the host emulator, on a small layer with unequal, unaligned sizes and short last
 // blocks along every dimension, and compares with plain loops over the dequantised operands: relative norm per expert, zero padding, equal bits
-// for every interleaving seed. Usage: mx_host_kernels KIND SEED...; prints one line and exits with 1 on a mismatch.
+// for every interleaving seed. Usage: mx_host_kernels KIND SEED...
+// [--without=FAULT] (host_faults.h); prints one line and exits with 1 on a mismatch.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "host_faults.h"
 #include "host_tasks.h"
 #include "isa/host/host_mx.h"
 #include "mx_roles.h"
@@ -15,6 +17,7 @@
 namespace {
 
 using namespace moe;
+using Isa = Faulty<HostMx>;
 using Arguments = MxArguments<host::Map>;
 
 constexpr int kExperts = 3, kD = 160, kF = 288;
@@ -176,7 +179,7 @@ void run(const Arguments& args, uint32_t seed) {
   const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
   MxBatch<host::Map> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<MxRoles<kKind, true, HostMx>, HostMx>(batch); });
+  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<MxRoles<kKind, true, Isa>, Isa>(batch); });
 }
 
 int failures = 0;
@@ -445,11 +448,24 @@ uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t
   return digest(dw.data(), 4 * dw.size());
 }
 
+// Of kDgradDown.
+std::vector<uint32_t> barriers_of(const std::string& name) {
+  using Config = MxConfig<kDgradDown>;
+  using Group = GroupBarriers<Config>;
+  const uint32_t base = Isa::shared_base();
+  if (name == "shared") return {Group::shared(base)};
+  if (name == "taken") return {Group::taken(base)};
+  if (name == "staging") return {Group::staging(base, 0), Group::staging(base, 1)};
+  std::fprintf(stderr, "unknown barrier %s\n", name.c_str());
+  std::exit(2);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  take_fault(argc, argv, barriers_of);
   if (argc < 3) {
-    std::fprintf(stderr, "usage: mx_host_kernels KIND SEED...\n");
+    std::fprintf(stderr, "usage: mx_host_kernels KIND SEED... [--without=FAULT]\n");
     return 2;
   }
   const std::string kind = argv[1];

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_race
 
 KINDS = [
     *("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"),
@@ -30,6 +30,29 @@ def program():
 def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
     done = subprocess.run([str(program), kind, "1", "2"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# As in test_mx_host_kernels.py.
+FAULTS = [
+    (
+        "wait:full",
+        "dgrad_down",
+        "(write by the copy|read by products)",
+        "(write by the copy|read by products)",
+    ),  # whichever comes first
+    ("wait:credit", "down", "read by a bulk store", "write by warp"),
+    ("store_wait_read", "down", "read by a bulk store", "write by warp"),
+    ("fence:wait", "gate_up", "write by gathering", "read by products"),
+    ("fence:stmatrix", "gate_up", "write by warp", "read by a bulk store"),
+    ("sync:fence", "gate_up", "write by warp", "read by a bulk store"),
+    ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),
+    ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
+]
+
+
+@pytest.mark.parametrize("fault, kind, first, second", FAULTS)
+def test_missing_order_is_found(program, fault, kind, first, second):
+    found_race(program, kind, fault, first, second)
 
 
 MUTATIONS = {
@@ -65,12 +88,6 @@ MUTATIONS = {
         "    Isa::barrier_arrive(ring.full());\n",
         "",
         "emulator",
-    ),
-    "staging reused before it was stored": (
-        "mma_sm90.h",
-        "      Isa::template store_wait_read<0>();",
-        "",
-        "",
     ),
 }
 

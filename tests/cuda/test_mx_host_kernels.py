@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
+from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_race
 
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
 
@@ -31,12 +31,33 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# What is left out, in which kind, and who then races: the earlier access, and the later one.
+FAULTS = [
+    ("wait:shared", "dgrad_down", "write by warp", "read by warp"),  # the other consumer's values and maxima
+    ("wait:taken", "dgrad_down", "read by warp", "write by warp"),  # before what it reads is overwritten
+    ("wait:staging", "dgrad_down", "read by a bulk store", "write by warp"),
+    ("store_wait_read", "dgrad_down", "read by a bulk store", "write by"),
+    ("fence:stmatrix", "dgrad_down", "write by warp", "write by the copy engine"),
+    ("fence:store", "dgrad_down", "write by warp", "read by a bulk store"),
+    ("sync:fence", "dgrad_down", "write by warp", "read by a bulk store"),
+    ("sync:ldmatrix.trans", "dgrad_down", "read by warp", "write by warp"),  # reported before all lanes have read
+    ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),  # gate and up, overwritten in place
+    (
+        "sync:load",
+        "wgrad_gate_up",
+        "read by warp",
+        "write by the copy engine",
+    ),  # a stage given back before its scales are read
+    ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
+]
+
+
+@pytest.mark.parametrize("fault, kind, first, second", FAULTS)
+def test_missing_order_is_found(program, fault, kind, first, second):
+    found_race(program, kind, fault, first, second)
+
+
 MUTATIONS = {
-    "columns overwritten before all have read them": (
-        "mx_epilogue.h",
-        "Isa::barrier_wait(Barriers::taken(epilogue.base), (column / 128 + r) & 1);",
-        "",
-    ),
     "stage given back before its products are done": (
         "mx_roles.h",
         "Isa::template mma_wait<0>();\n}",
