@@ -206,11 +206,16 @@ def _refuse_hidden_preset(asked: Mapping[str, Any], values: Mapping[str, Any], p
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, key by key. A value never merges with a section: the one above replaces it and is checked."""
+    """`above` over `below`, key by key. An empty section, such as one whose keys are all commented out, changes nothing. A
+    value never merges with a section: the one above replaces it and is checked.
+    """
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if not isinstance(old, Mapping):
+            merged[key] = value
+        elif value is not None:
+            merged[key] = _merge(old, value) if isinstance(value, Mapping) else value
     return merged
 
 

@@ -49,6 +49,14 @@ def test_a_preset_named_on_the_command_line_is_refused_where_the_file_would_hide
     assert (config.model.num_layers, config.moe.expert_width, config.training.steps) == (5, 14336, 7)
 
 
+@pytest.mark.parametrize("own", ["preset: mixtral-8x7b\n", ""])
+def test_an_empty_section_of_the_file_hides_nothing_of_a_preset(tmp_path, own):
+    path = write(tmp_path, f"{own}model:\n  # num_layers: 5\nmoe: {{router: }}\n")
+    config = load(path, [] if own else ["preset=mixtral-8x7b"])
+    assert (config.model.num_layers, config.model.d_model, config.moe.expert_width) == (32, 4096, 14336)
+    assert config.moe.router == load(None, ["preset=mixtral-8x7b"]).moe.router
+
+
 def test_presets_are_found_beside_the_users_own_model(tmp_path, monkeypatch):
     folder = tmp_path / "house" / "presets"
     folder.mkdir(parents=True)

@@ -278,8 +278,13 @@ def test_a_ragged_exchange_between_processes_needs_a_flag_of_xla(monkeypatch):
     with pytest.raises(ValueError, match=r"its 4 ranks span processes of 1 GPUs.*use all_to_all, or set one"):
         resolve_transport(spec, "ragged_all_to_all", "gpu")
     assert resolve_transport(spec, "all_to_all", "gpu") == "all_to_all"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true")
-    assert resolve_transport(spec, "ragged_all_to_all", "gpu") == "ragged_all_to_all"
+    flag = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
+    for given in (f"{flag}=true", f"--xla_other=2 {flag}", f"{flag}=false {flag}=1"):  # all ways that XLA takes
+        monkeypatch.setenv("XLA_FLAGS", given)
+        assert resolve_transport(spec, "ragged_all_to_all", "gpu") == "ragged_all_to_all"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=true {flag}=false")
+    with pytest.raises(ValueError, match="use all_to_all, or set one"):
+        resolve_transport(spec, "ragged_all_to_all", "gpu")
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)  # a process per node: its ranks may be all inside
     assert resolve_transport(spec, "ragged_all_to_all", "gpu") == "ragged_all_to_all"

@@ -33,8 +33,8 @@ _MODULES: dict[str, types.ModuleType] = {
 # Without one of them the first step fails in XLA. By its message the first is for NVLink domains of several hosts, the other for
 # networks.
 _RAGGED_FLAGS = (
-    "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=true",
-    "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true",
+    "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl",
+    "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback",
 )
 _logged: set[tuple[str, MoESpec]] = set()
 
@@ -82,14 +82,10 @@ def refuses(name: str, spec: MoESpec, platform: str | None = None) -> str | None
         )
     if name == transport_exchange.RAGGED and platform == "cpu":
         return "XLA has no ragged all-to-all on cpu: use all_to_all"
-    if (
-        name == transport_exchange.RAGGED
-        and _leaves_process(spec)
-        and not any(flag in _xla_flags() for flag in _RAGGED_FLAGS)
-    ):
+    if name == transport_exchange.RAGGED and _leaves_process(spec) and not any(map(_xla_flag_is_set, _RAGGED_FLAGS)):
         return (
             f"its {spec.ranks} ranks span processes of {jax.local_device_count()} GPUs, and XLA keeps it within a process unless "
-            f"XLA_FLAGS has {' or '.join(_RAGGED_FLAGS)}: use all_to_all, or set one (neither has been run)"
+            f"XLA_FLAGS has {'=true or '.join(_RAGGED_FLAGS)}=true: use all_to_all, or set one (neither has been run)"
         )
     return None
 
@@ -98,8 +94,11 @@ def _leaves_process(spec: MoESpec) -> bool:
     return jax.process_count() > 1 and spec.ranks > jax.local_device_count()
 
 
-def _xla_flags() -> list[str]:
-    return os.environ.get("XLA_FLAGS", "").split()
+def _xla_flag_is_set(flag: str) -> bool:
+    """As XLA reads it: the last mention counts, and one without a value means true."""
+    words = [word.partition("=") for word in os.environ.get("XLA_FLAGS", "").split()]
+    values = [value.lower() for name, _, value in words if name == flag]
+    return bool(values) and values[-1] in ("", "1", "true")
 
 
 def rows_per_token(name: str, spec: MoESpec) -> float:
