@@ -82,8 +82,8 @@ Tiling tiling_of(Kind kind, const Arguments& args, int tile_m, Pairs pairs) {
   return {kind, tile_m, step, args.m_extent, args.n_extent, false, pairs};
 }
 
-// How operand A is brought, which side the tokens are on, or what stays in shared memory.
-enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kResident512, kResident128, kStreamed128 };
+// How operand A is brought, which side the tokens are on, whether results go straight to tokens, or what stays in shared memory.
+enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kScattered, kResident512, kResident128, kStreamed128 };
 
 bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
 bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
@@ -266,6 +266,30 @@ uint64_t gate_up(const Layer& l, uint32_t seed, Variant variant) {
   return digest_rows(h, kF) ^ digest_rows(saved, kF, 2);
 }
 
+// Rows that went to their slots, back in order, with the zeros that others write into padding; nothing else may have been written.
+void collect(const Layer& l, std::vector<uint16_t>& scattered, std::vector<uint16_t>& rows) {
+  if (rows != std::vector<uint16_t>(kPoison16.begin(), kPoison16.begin() + static_cast<long>(rows.size()))) {
+    std::printf("scattered rows were written as rows too\n");
+    ++failures;
+  }
+  for (int e = 0; e < kExperts; ++e) {
+    for (int r = kStart[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {
+      const auto to = rows.begin() + r * kD;
+      if (l.slot[r] < 0) {
+        std::fill_n(to, kD, uint16_t{0});
+        continue;
+      }
+      const auto from = scattered.begin() + l.slot[r] * kD;
+      std::copy_n(from, kD, to);
+      std::fill_n(from, kD, uint16_t{0xFFFF});
+    }
+  }
+  if (std::count(scattered.begin(), scattered.end(), 0xFFFF) != static_cast<long>(scattered.size())) {
+    std::printf("rows were scattered to slots that nobody has\n");
+    ++failures;
+  }
+}
+
 uint64_t down(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> y(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kD, kD);
@@ -273,7 +297,11 @@ uint64_t down(const Layer& l, uint32_t seed, Variant variant) {
   args.b = map_of(l.w_down.data(), 2, kF, kD, 1, kExperts);
   args.out = map_of(y.data(), 2, kD, kRows);
   args.bias = l.b_down.data();
+  std::vector<uint16_t> scattered(size_t{kRows} * kTopK * kD, 0xFFFF);  // one row per slot: as with one expert per token
+  args.slot_M = l.slot.data();
+  if (variant == Variant::kScattered) args.scatter = reinterpret_cast<uint8_t*>(scattered.data());
   on_n(variant) ? run_tokens_n<kDown>(args, seed) : run<kDown>(args, seed);
+  if (variant == Variant::kScattered) collect(l, scattered, y);
   compare_rows("y", y, kD, 3e-3, [&](int r, int e, int d) {
     double sum = l.b_down[e * kD + d];
     for (int f = 0; f < kF; ++f) sum += double{value(l.h[r * kF + f])} * value(l.w_down[(e * kD + d) * kF + f]);
@@ -478,7 +506,8 @@ int main(int argc, char** argv) {
     const uint64_t bits = run_kind(Variant::kDispatched);
     std::vector<Variant> others;
     if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
-    if (kind == "down" || kind == "dgrad_gate_up") others = {Variant::kTokensN};
+    if (kind == "down") others = {Variant::kTokensN, Variant::kScattered};
+    if (kind == "dgrad_gate_up") others = {Variant::kTokensN};
     if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident512, Variant::kResident128, Variant::kStreamed128};
     for (Variant other : others) {
       if (run_kind(other) == bits) continue;

@@ -46,6 +46,7 @@ FAULTS = [
     ("fence:stmatrix", "gate_up", "write by warp", "read by a bulk store"),
     ("sync:fence", "gate_up", "write by warp", "read by a bulk store"),
     ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),
+    ("sync:load", "down", "read by the store warp", "write by warp"),  # rows that go to their tokens
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
 ]
 
