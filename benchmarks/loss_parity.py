@@ -89,9 +89,12 @@ class Run:
         }
 
     def overrides(self) -> list[str]:
+        import jax
+
+        recipe = BESIDE[self.recipe][0] if self.recipe in BESIDE else self.recipe
         return [
-            f"recipe={BESIDE[self.recipe][0] if self.recipe in BESIDE else self.recipe}",
-            *self._changes(),
+            f"recipe={recipe}",
+            *(["moe.mx_mode=aligned"] if recipe == "mxfp8" and jax.default_backend() == "gpu" else []),
             f"training.seed={self.seed}",
             f"training.steps={self.steps}",
             f"run_dir={self.folder}",
@@ -100,24 +103,20 @@ class Run:
             "log.tensorboard=false",
             "log.sample_tokens=0",
             *self.extra,
+            *self._changes(),  # last: with an override of the same field it would not be this run
         ]
 
     def _changes(self) -> list[str]:
-        """What makes this run another than `train.py CONFIG` in the recipe bf16 or mxfp8."""
-        import jax
-
-        changes = []
-        if self.recipe in ("mxfp8", "wgrad-bf16", "mxfp8-reordered") and jax.default_backend() == "gpu":
-            changes.append("moe.mx_mode=aligned")
+        """What makes a run of BESIDE another than the one of its recipe."""
         if self.recipe == "exact":
-            changes.append("moe.mx_mode=exact")
+            return ["moe.mx_mode=exact"]
         if self.recipe == "wgrad-bf16":
-            changes.append("moe.wgrad=bf16")
+            return ["moe.wgrad=bf16"]
         if self.recipe.endswith("-reordered"):
             from moejax.config_load import load
 
-            changes.append(f"training.loss_chunk={load(self.config, list(self.extra)).training.loss_chunk // 2}")
-        return changes
+            return [f"training.loss_chunk={load(self.config, list(self.extra)).training.loss_chunk // 2}"]
+        return []
 
 
 def train(run: Run, seconds: float | None, environment: dict[str, str]) -> bool:
@@ -487,6 +486,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
     parser.add_argument("overrides", nargs="*", help="overrides for every run, for example moe.backend=xla")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}: expected at least 1")
 
     root = pathlib.Path(args.runs)
     root = (root if root.is_absolute() else ROOT / root) / f"{pathlib.Path(args.config).stem}-{args.steps}"
@@ -494,7 +495,7 @@ def main() -> None:
     # Seeds outermost: whatever the time allows, what is finished are whole pairs.
     runs = [
         Run(args.config, recipe, seed, args.steps, tuple(args.overrides), root, args.checkpoint_every, commit)
-        for seed in args.seeds
+        for seed in dict.fromkeys(args.seeds)
         for recipe in (*RECIPES, *BESIDE)
         if recipe in RECIPES or f"{recipe}-{seed}" in args.also
     ]

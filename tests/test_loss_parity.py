@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import loss_parity
 from benchmarks.loss_parity import BESIDE, Run, collect, table
+from moejax.config_load import load
 
 
 def runs(tmp_path, *extra):
@@ -114,7 +115,7 @@ def test_every_run_trains_what_its_name_says(tmp_path, monkeypatch):
         given("bf16"),
         {
             "mxfp8": {"moe.mx_mode=aligned"},
-            "exact": {"moe.mx_mode=exact"},
+            "exact": {"moe.mx_mode=aligned", "moe.mx_mode=exact"},  # the last one counts
             "wgrad-bf16": {"moe.mx_mode=aligned", "moe.wgrad=bf16"},
             "bf16-again": set(),
             "bf16-reordered": {"training.loss_chunk=512"},
@@ -127,6 +128,14 @@ def test_every_run_trains_what_its_name_says(tmp_path, monkeypatch):
             changes.add("recipe=mxfp8")
         assert {o for o in given(recipe) if not o.startswith("run_dir=")} - set(plain) == changes
     assert "training.seed=3" in plain and "recipe=bf16" in plain
+
+
+def test_an_override_for_all_runs_does_not_undo_what_one_of_them_changes(tmp_path):
+    chunks = []
+    for recipe in ("bf16", "bf16-reordered"):
+        run = Run("configs/quickstart.yaml", recipe, 3, 40, ("training.loss_chunk=64",), tmp_path)
+        chunks.append(load(run.config, run.overrides()).training.loss_chunk)
+    assert chunks == [64, 32]
 
 
 def test_jobs_are_spread_over_the_gpus(monkeypatch):
