@@ -32,13 +32,18 @@ VARIANTS = {
     "aligned-gate_up_mx": ("aligned", False, "gate_up_mx"),
     "exact": ("exact", False, "gate_up"),
 }
+# The same with products run another way than by default, for shapes with few rows an expert; timed where asked for.
+TOKENS_N = {
+    f"{name}-tokens_n": (*VARIANTS[name], dict.fromkeys(("gate_up", "down", "dgrad_gate_up"), "tokens_n"))
+    for name in ("aligned", "aligned-wgrad_bf16")
+}
 
 
 class Mx:
     """Forward and backward of one variant, ready to be timed."""
 
-    def __init__(self, p: Problem, mode: str, wgrad_bf16: bool, save: str):
-        self.layer = layer = mx_c_api.MxLayer(p.tokens, p.top_k, p.experts, p.d, p.f, mode, wgrad_bf16)
+    def __init__(self, p: Problem, mode: str, wgrad_bf16: bool, save: str, ways: dict[str, str] | None = None):
+        self.layer = layer = mx_c_api.MxLayer(p.tokens, p.top_k, p.experts, p.d, p.f, mode, wgrad_bf16, ways=ways)
         masters = p.w_gate_up.float(), p.w_down.float()
         weights = [layer.prepare(m) for m in masters]
         plan, saved = layer.new_plan(), layer.new_saved(save)
@@ -102,7 +107,8 @@ def print_profile(run, repeats: int = 5) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    every = VARIANTS | TOKENS_N
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(every)}")
     parser.add_argument("--iterations", type=int, default=50, help="in all rounds together")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peers", action="store_true", help="also time torch._grouped_mm, in BF16")
@@ -126,7 +132,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for impl in ("moejax-native", *args.variants.split(",")):
                 try:
-                    run = Bf16(p) if impl == "moejax-native" else Mx(p, *VARIANTS[impl])
+                    run = Bf16(p) if impl == "moejax-native" else Mx(p, *every[impl])
                 except torch.OutOfMemoryError as error:
                     print(f"{name}: {impl}: {str(error).splitlines()[0]}")
                     continue
@@ -151,7 +157,7 @@ def main() -> None:
                 print(f"{name}: torch grouped_mm: {str(error).splitlines()[0]}")
         for (impl, kind), found in times.items():
             ms = statistics.median(found)
-            ours = impl in VARIANTS
+            ours = impl in every
             tflops = None if kind == "weights" else round(p.flops * (1 if kind == "forward" else 2) / ms / 1e9, 1)
             notes = f"dense cuBLAS BF16 {dense:.0f} TFLOP/s in the same run; {len(found)} rounds"
             if impl in bytes_saved:

@@ -5,38 +5,51 @@
 //
 // Two blocks of a cluster share the tokens and take neighbouring columns. Consumer c owns two blocks of 64 columns: for kGateUp 64
 // of gate and the same 64 of up, else columns 64 c and 128 + 64 c. Results leave through stages of the ring, 64 tokens each.
+//
+// FP8 (mx_tokens_n.h) has one block of 64 columns a consumer, and so the same loader, results and store warps with other sizes.
 #pragma once
 
 #include "mma_sm90.h"
 
 namespace moe {
 
-struct TokensNConfig {
-  static constexpr int kTileN = 256;    // weight columns of a block (of F for kGateUp: half of that)
+// kColumns weight columns of a block: of F for kGateUp, whose tile has as many of gate and of up, half of that.
+template <int kColumns, int kStages_>
+struct TokensNShape {
+  static constexpr int kTileN = kColumns;
   static constexpr int kTokens = 192;   // tokens of a tile
   static constexpr int kTileM = kTokens;
-  static constexpr int kBlockK = 64;
-  static constexpr bool kOnlyKMajor = false;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kPanelsA = kTileN / 64;
   static constexpr int kPanelsB = kTokens / 64;
+  static constexpr int kColumnBlocks = kPanelsA / kConsumers;  // of 64, a consumer's
   static constexpr int kStageBytes = (kPanelsA + kPanelsB) * kPanelBytes;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = kStages_;
   static constexpr int kAcc = kTokens / 2;      // FP32 accumulators per consumer thread and block of 64 columns
   static constexpr int kMaxUnits = kPanelsB;    // 64 tokens each
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
 
   static constexpr int kBarrierOffset = kStages * kStageBytes;
   static constexpr int kWrittenOffset = kBarrierOffset + 2 * kStages * 8;
   static constexpr int kCreditOffset = kWrittenOffset + kConsumers * kMaxUnits * 8;
   static constexpr int kLeadOffset = kCreditOffset + kConsumers * 8;
-  static constexpr int kTableOffset = kLeadOffset + 16;  // where each gathered token starts, in bytes
-  static constexpr int kSharedBytes = kTableOffset + 4 * kTokens;
+  static constexpr int kTableOffset = kLeadOffset + 16;  // of what the fourth warp leaves for others or itself
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;
 
-  static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogue of gate and up");
+  // With one block of columns a consumer has 32 of gate and 32 of up: both fill the same panels of 64 columns, which the first store warp
+  // sends for both.
+  static MOE_HOST_FN constexpr bool joint(Kind kind) { return kind == kGateUp && kColumnBlocks == 1; }
+
+  static_assert(kColumnBlocks == 1 || kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogue of gate and up");
+};
+
+struct TokensNConfig : TokensNShape<256, 4> {
+  static constexpr int kBlockK = 64;
+  static constexpr bool kOnlyKMajor = false;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kSharedBytes = kTableOffset + 4 * kTokens;  // the table: where each gathered token starts, in bytes
+
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
@@ -50,6 +63,22 @@ MOE_FN int tile_tokens(const Task& tile) {
 template <class Config>
 MOE_FN int tile_units(const Task& tile) {
   return (tile_tokens<Config>(tile) + 63) / 64;
+}
+
+// Panel p of the weights, which arrives on `full`. Joint gate and up come eight rows of each in turn: a lane of a product then has both of the
+// same column, and their map has boxes of eight rows.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void load_weights_tokens_n(const Task& tile, const Arguments& args, KBlock block, int p, uint32_t full, uint32_t panel) {
+  if constexpr (Config::joint(kKind)) {
+    MOE_NO_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int column = tile.n0 + 32 * p + 8 * (i / 2);
+      Isa::load_panel(&args.b, full, panel + i * (kPanelBytes / 8), block.k, column, i % 2, tile.expert);
+    }
+  } else {
+    const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
+    Isa::load_panel(&args.b, full, panel, box.inner, box.outer, box.half, box.expert);
+  }
 }
 
 // Producer, one task.
@@ -70,8 +99,7 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
     const KBlock block = k_block<kKind, Config>(tile, kb, half_blocks);
     MOE_UNROLL
     for (int p = 0; p < Config::kPanelsA; ++p) {
-      const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
-      Isa::load_panel(&args.b, full, ring.data() + p * kPanelBytes, box.inner, box.outer, box.half, box.expert);
+      load_weights_tokens_n<kKind, Isa, Config>(tile, args, block, p, full, ring.data() + p * kPanelBytes);
     }
     MOE_NO_UNROLL
     for (int q = gathered ? units : static_cast<int>(rank); q < units; q += 2) {
@@ -130,17 +158,98 @@ MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32
   follow(units, ring);
 }
 
+// f(a type whose `value` is the width of the product) for so many tokens.
+template <int kN>
+struct Width {
+  static constexpr int value = kN;
+};
+template <class F>
+MOE_FN void with_width(int tokens, F f) {
+  if (tokens <= 64) {
+    f(Width<64>{});
+  } else if (tokens <= 96) {
+    f(Width<96>{});
+  } else if (tokens <= 128) {
+    f(Width<128>{});
+  } else if (tokens <= 160) {
+    f(Width<160>{});
+  } else {
+    f(Width<192>{});
+  }
+}
+
+// The sums of a consumer warpgroup, and how they leave.
 template <Kind kKind, bool kPlain, class Isa, class Config>
-struct TokensNConsumer {
+struct TokensNSums {
   uint32_t base;
   uint32_t consumer;
   uint32_t warp;  // 0..3 inside the warpgroup
   uint32_t lane;
   uint32_t tiles = 0;
-  float acc[2][Config::kAcc];
+  float acc[Config::kColumnBlocks][Config::kAcc];
 
-  MOE_FN TokensNConsumer(uint32_t shared_base, uint32_t consumer_)
+  MOE_FN TokensNSums(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), warp(Isa::warp_index() % 4), lane(Isa::lane_index()) {}
+
+  static constexpr bool kJoint = Config::joint(kKind);
+  static constexpr int kSources = kJoint ? 2 : Config::kColumnBlocks;  // panels that sums go to; kGateUp: gate and up
+
+  // Address that this lane supplies to the transposing stmatrix for token blocks 2 jj and 2 jj + 1 of a panel (64 tokens of 64
+  // columns): matrices are (block 2jj, columns 0-7 of the warp's 16), (2jj, 8-15), (2jj+1, 0-7), (2jj+1, 8-15). Joint: for the warp's
+  // eight columns of token blocks 4 jj .. 4 jj + 3.
+  MOE_FN uint32_t matrix_address(uint32_t panel, int jj) const {
+    const uint32_t matrix = lane / 8;
+    if (kJoint) return panel + panel_offset(8 * (4 * jj + matrix) + lane % 8, 4 * consumer + warp);
+    return panel + panel_offset(8 * (2 * jj + matrix / 2) + lane % 8, 2 * warp + matrix % 2);
+  }
+
+  template <class Arguments>
+  MOE_FN void write(const Task& tile, const Arguments& args, Ring<Isa, Config>& ring) {
+    const int tokens = tile_tokens<Config>(tile);
+    Isa::barrier_wait(credit_barrier<Config>(base, consumer), (tiles & 1) ^ 1);  // the previous tile has left shared memory
+    ++tiles;
+    MOE_UNROLL
+    for (int unit = 0; unit < Config::kMaxUnits; ++unit) {
+      if (64 * unit < tokens) {
+        Isa::barrier_wait(ring.full(), ring.phase);
+        MOE_UNROLL
+        for (int jj = 0; jj < (kJoint ? 2 : 4); ++jj) {
+          uint32_t pair[kSources][4], h[4];
+          MOE_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int j = 8 * unit + (kJoint ? 4 * jj + i : 2 * jj + i / 2);
+            const int left = tokens - 8 * j - 2 * static_cast<int>(lane % 4);  // of these two tokens; the others are padding
+            const uint32_t live = left > 1 ? 0xffffffffu : left > 0 ? 0x0000ffffu : 0u;
+            MOE_UNROLL
+            for (int b = 0; b < kSources; ++b) {
+              const float* const sums = acc[kJoint ? 0 : b] + 4 * j + 2 * (kJoint ? b : i % 2);
+              pair[b][i] = Isa::pack_bf16(sums[0], sums[1]) & live;
+            }
+            if constexpr (kKind == kGateUp) {
+              if (args.write_out) h[i] = activate_pair<kPlain, Isa>(pair[0][i], pair[1][i], args.act) & live;
+            }
+          }
+          const uint32_t first = slot_panel<Config>(ring.data(), kJoint ? 0 : consumer, 0);
+          if (kKind != kGateUp || args.save_gate_up) {
+            MOE_UNROLL
+            for (int b = 0; b < kSources; ++b) Isa::store_matrices_transposed(matrix_address(first + b * kPanelBytes, jj), pair[b]);
+          }
+          if (kKind == kGateUp && args.write_out) Isa::store_matrices_transposed(matrix_address(first + 2 * kPanelBytes, jj), h);
+        }
+        Isa::fence_async_shared();
+        Isa::warp_sync();
+        if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
+        ring.advance();
+      }
+    }
+  }
+};
+
+template <Kind kKind, bool kPlain, class Isa, class Config>
+struct TokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
+  using Base = TokensNSums<kKind, kPlain, Isa, Config>;
+  using Base::Base;
+  using Base::acc, Base::consumer, Base::lane, Base::warp;
 
   // Value 4 j + 2 half + i of block b is column first_column(b) + 16 warp + lane / 4 + 8 half of token 8 j + 2 (lane % 4) + i.
   MOE_FN int first_column(int b) const { return static_cast<int>(64 * consumer) + (kKind == kGateUp ? 0 : 128 * b); }
@@ -195,52 +304,6 @@ struct TokensNConsumer {
     Ring<Isa, Config>::release(previous_empty);
   }
 
-  // Address that this lane supplies to the transposing stmatrix for token blocks 2 jj and 2 jj + 1 of a panel (64 tokens of 64
-  // columns): matrices are (block 2jj, columns 0-7 of the warp's 16), (2jj, 8-15), (2jj+1, 0-7), (2jj+1, 8-15).
-  MOE_FN uint32_t matrix_address(uint32_t panel, int jj) const {
-    const uint32_t matrix = lane / 8;
-    return panel + panel_offset(8 * (2 * jj + matrix / 2) + lane % 8, 2 * warp + matrix % 2);
-  }
-
-  template <class Arguments>
-  MOE_FN void write(const Task& tile, const Arguments& args, Ring<Isa, Config>& ring) {
-    const int tokens = tile_tokens<Config>(tile);
-    Isa::barrier_wait(credit_barrier<Config>(base, consumer), (tiles & 1) ^ 1);  // the previous tile has left shared memory
-    ++tiles;
-    MOE_UNROLL
-    for (int unit = 0; unit < Config::kMaxUnits; ++unit) {
-      if (64 * unit < tokens) {
-        Isa::barrier_wait(ring.full(), ring.phase);
-        MOE_UNROLL
-        for (int jj = 0; jj < 4; ++jj) {
-          uint32_t pair[2][4], h[4];
-          MOE_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            const int j = 8 * unit + 2 * jj + i / 2;
-            const int at = 4 * j + 2 * (i % 2);
-            const int left = tokens - 8 * j - 2 * static_cast<int>(lane % 4);  // of these two tokens; the others are padding
-            const uint32_t live = left > 1 ? 0xffffffffu : left > 0 ? 0x0000ffffu : 0u;
-            MOE_UNROLL
-            for (int b = 0; b < 2; ++b) pair[b][i] = Isa::pack_bf16(acc[b][at], acc[b][at + 1]) & live;
-            if (kKind == kGateUp && args.write_out) {
-              h[i] = activate_pair<kPlain, Isa>(pair[0][i], pair[1][i], args.act) & live;
-            }
-          }
-          const uint32_t first = slot_panel<Config>(ring.data(), consumer, 0);
-          if (kKind != kGateUp || args.save_gate_up) {
-            MOE_UNROLL
-            for (int b = 0; b < 2; ++b) Isa::store_matrices_transposed(matrix_address(first + b * kPanelBytes, jj), pair[b]);
-          }
-          if (kKind == kGateUp && args.write_out) Isa::store_matrices_transposed(matrix_address(first + 2 * kPanelBytes, jj), h);
-        }
-        Isa::fence_async_shared();
-        Isa::warp_sync();
-        if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, unit));
-        ring.advance();
-      }
-    }
-  }
-
   template <class Arguments>
   MOE_FN void run(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
     const Task tile = block_tile<Config>(task, kKind, rank);
@@ -248,25 +311,21 @@ struct TokensNConsumer {
     const int tokens = tile_tokens<Config>(tile);
     const bool gathered = can_gather(kKind) && args.gather != nullptr;
     start(tile, args);
-    if (tokens <= 64) {
-      multiply<64>(k_blocks, gathered, ring);
-    } else if (tokens <= 96) {
-      multiply<96>(k_blocks, gathered, ring);
-    } else if (tokens <= 128) {
-      multiply<128>(k_blocks, gathered, ring);
-    } else if (tokens <= 160) {
-      multiply<160>(k_blocks, gathered, ring);
-    } else {
-      multiply<192>(k_blocks, gathered, ring);
-    }
-    write(tile, args, ring);
+    with_width(tokens, [&](auto width) { multiply<decltype(width)::value>(k_blocks, gathered, ring); });
+    this->write(tile, args, ring);
   }
 };
 
-// Store warp of one consumer, one task.
+// Store warp of one consumer, one task; the first one for both consumers where their results are joint.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                                 Ring<Isa, Config>& ring) {
+  constexpr bool kJoint = Config::joint(kKind);
+  if (kJoint && consumer > 0) return;
+  auto for_consumers = [&](auto f) {
+    f(consumer);
+    if (kJoint) f(1u);
+  };
   const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
   ring.skip(task_k_blocks<kKind, Config>(task, args));
   const bool one = Isa::lane_index() == 0;
@@ -274,7 +333,7 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
   const int units = tile_units<Config>(tile);
   MOE_NO_UNROLL
   for (int unit = 0; unit < units; ++unit) {
-    Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, unit), tiles >> unit & 1);
+    for_consumers([&](uint32_t c) { Isa::barrier_wait(written_barrier<Config>(shared_base, c, unit), tiles >> unit & 1); });
     const uint32_t first = slot_panel<Config>(ring.data(), consumer, 0);
     const int row = tile.row0 + 64 * unit;
     if (one) {
@@ -285,30 +344,28 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
         }
         if (args.write_out) Isa::store_panel(&args.out, first + 2 * kPanelBytes, column, row, 0, 0);
       } else {
-        Isa::store_panel(&args.out, first, column, row, 0, 0);
-        Isa::store_panel(&args.out, first + kPanelBytes, column + 128, row, 0, 0);
+        MOE_UNROLL
+        for (int b = 0; b < Config::kColumnBlocks; ++b) Isa::store_panel(&args.out, first + b * kPanelBytes, column + 128 * b, row, 0, 0);
       }
       Isa::store_commit();
       Isa::template store_wait_read<0>();
     }
     Isa::warp_sync();
-    if (one) ring.release_warpgroup(ring.empty());
+    if (one) for_consumers([&](uint32_t) { ring.release_warpgroup(ring.empty()); });
     ring.advance();
     tiles ^= 1u << unit;  // a unit's barrier turns only in tiles that have it
   }
-  if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
+  if (one) for_consumers([&](uint32_t c) { Isa::barrier_arrive(credit_barrier<Config>(shared_base, c)); });
   if (task.signal >= 0 && one) {
     Isa::store_wait_done();
     Isa::add_release(args.signals + task.signal, 1);
   }
 }
 
-// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
-template <Kind kKind, bool kPlain, class Isa>
-struct TokensN {
-  using Config = TokensNConfig;
-  static constexpr bool kFourthWarp = can_gather(kKind);
-  static constexpr uint32_t kFullArrivals = 1 + (kFourthWarp ? kGatherLanes : 0);
+// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h), but for the fourth warp.
+template <Kind kKind, class Isa, class Config_, class Consumer>
+struct TokensNRoles {
+  using Config = Config_;
   static MOE_FN void init(uint32_t) {}
 
   template <class Batch, class F>
@@ -323,11 +380,6 @@ struct TokensN {
     each_task(batch, [&](const Task& task, const auto& args) { load_task_tokens_n<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring); });
   }
   template <class Batch>
-  static MOE_FN void gather(const Batch& batch, uint32_t base) {
-    Ring<Isa, Config> ring(base);
-    each_task(batch, [&](const Task& task, const auto& args) { gather_task_tokens_n<kKind, Isa, Config>(task, args, base, ring); });
-  }
-  template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     uint32_t tiles = 0;
@@ -339,8 +391,21 @@ struct TokensN {
   template <class Batch>
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
-    TokensNConsumer<kKind, kPlain, Isa, Config> state(base, consumer);
+    Consumer state(base, consumer);
     each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring); });
+  }
+};
+
+template <Kind kKind, bool kPlain, class Isa>
+struct TokensN : TokensNRoles<kKind, Isa, TokensNConfig, TokensNConsumer<kKind, kPlain, Isa, TokensNConfig>> {
+  using Config = TokensNConfig;
+  static constexpr bool kFourthWarp = can_gather(kKind);
+  static constexpr uint32_t kFullArrivals = 1 + (kFourthWarp ? kGatherLanes : 0);
+
+  template <class Batch>
+  static MOE_FN void gather(const Batch& batch, uint32_t base) {
+    Ring<Isa, Config> ring(base);
+    TokensN::each_task(batch, [&](const Task& task, const auto& args) { gather_task_tokens_n<kKind, Isa, Config>(task, args, base, ring); });
   }
 };
 

@@ -1,5 +1,5 @@
-// The FP8 grouped GEMM kernel for sm_90a, one instantiation per kind and (where it matters) activation form. Everything of substance is
-// in mx_roles.h.
+// The FP8 grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form. Everything of
+// substance is in mx_roles.h and mx_tokens_n.h.
 #include "mx_gemm_kernels.h"
 
 #include "isa/sm90_mx.cuh"
@@ -7,18 +7,17 @@
 namespace moe {
 namespace {
 
-using Config = MxConfig<kGateUp>;  // the shape of all kinds
-
-template <Kind kKind, bool kPlain>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
+template <class Roles>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Roles::Config::kThreads, 1)
     mx_grouped_gemm(const __grid_constant__ MxBatch<CUtensorMap> batch) {
-  run_roles<MxRoles<kKind, kPlain, Sm90Mx>, Sm90Mx>(batch);
+  run_roles<Roles, Sm90Mx>(batch);
 }
 
 // Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <Kind kKind, bool kPlain>
+template <class Roles>
 cudaError_t resident_blocks(int* blocks) {
-  const auto kernel = mx_grouped_gemm<kKind, kPlain>;
+  using Config = typename Roles::Config;
+  const auto kernel = mx_grouped_gemm<Roles>;
   static int cached[64] = {};
   int device = 0, sms = 0, clusters = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -50,26 +49,40 @@ cudaError_t resident_blocks(int* blocks) {
   return cudaSuccess;
 }
 
-template <Kind kKind, bool kPlain>
+template <class Roles>
 cudaError_t launch(const MxBatch<CUtensorMap>& batch, cudaStream_t stream) {
   int blocks = 0;
-  const cudaError_t error = resident_blocks<kKind, kPlain>(&blocks);
+  const cudaError_t error = resident_blocks<Roles>(&blocks);
   if (error != cudaSuccess) return error;
-  mx_grouped_gemm<kKind, kPlain><<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(batch);
+  mx_grouped_gemm<Roles><<<blocks, Roles::Config::kThreads, Roles::Config::kSharedBytes, stream>>>(batch);
   return cudaGetLastError();
 }
 
+template <Kind kKind, bool kPlain>
+using OnM = MxRoles<kKind, kPlain, Sm90Mx>;
+template <Kind kKind, bool kPlain>
+using OnN = MxTokensN<kKind, kPlain, Sm90Mx>;
+
 }  // namespace
 
-cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStream_t stream) {
+cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStream_t stream, Layout layout) {
   const bool plain = is_plain_swiglu(batch.kinds[0].act);
+  if (layout == Layout::kTokensN) {
+    switch (kind) {
+      case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
+      case kDown: return launch<OnN<kDown, true>>(batch, stream);
+      case kDgradGateUp: return launch<OnN<kDgradGateUp, true>>(batch, stream);
+      default: return cudaErrorInvalidValue;
+    }
+  }
+  if (layout != Layout::kTokensM) return cudaErrorInvalidValue;
   switch (kind) {
-    case kGateUp: return plain ? launch<kGateUp, true>(batch, stream) : launch<kGateUp, false>(batch, stream);
-    case kDown: return launch<kDown, true>(batch, stream);
-    case kDgradDown: return plain ? launch<kDgradDown, true>(batch, stream) : launch<kDgradDown, false>(batch, stream);
-    case kDgradGateUp: return launch<kDgradGateUp, true>(batch, stream);
-    case kWgradDown: return launch<kWgradDown, true>(batch, stream);
-    case kWgradGateUp: return launch<kWgradGateUp, true>(batch, stream);
+    case kGateUp: return plain ? launch<OnM<kGateUp, true>>(batch, stream) : launch<OnM<kGateUp, false>>(batch, stream);
+    case kDown: return launch<OnM<kDown, true>>(batch, stream);
+    case kDgradDown: return plain ? launch<OnM<kDgradDown, true>>(batch, stream) : launch<OnM<kDgradDown, false>>(batch, stream);
+    case kDgradGateUp: return launch<OnM<kDgradGateUp, true>>(batch, stream);
+    case kWgradDown: return launch<OnM<kWgradDown, true>>(batch, stream);
+    case kWgradGateUp: return launch<OnM<kWgradGateUp, true>>(batch, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -2,7 +2,7 @@
 // the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
 // kAligned: x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up, d(gate), d(up) and weight * h in that of
-// dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8. kExact does it in passes of their own. Weight gradients contract
+// dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8, and h where tokens are on the N side. kExact does it in passes of their own. Weight gradients contract
 // over rows: their operands are quantised along rows and, for FP8, stored transposed.
 #include <algorithm>
 
@@ -33,6 +33,11 @@ bool has_fp8_wgrad(const MxOptions& options) { return options.mode == MxMode::kA
 
 int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
 
+// Whether a product can have its tokens on the N side: of FP8 operands, and not where rows go straight to their tokens.
+bool has_tokens_n(const LayerShape& s, MxMode mode, Kind kind) {
+  return mode == MxMode::kAligned && can_put_tokens_on_n(kind) && (kind == kGateUp || s.top_k > 1);
+}
+
 Status check_shape(const LayerShape& s, const MxOptions& options) {
   auto say = [](const char* name, int64_t value, const char* rule) {
     return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
@@ -47,6 +52,7 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
   for (int kind = 0; kind < kNumKinds; ++kind) {
     const Way way = s.way[kind];
+    if (way == kWayTokensN && has_tokens_n(s, options.mode, static_cast<Kind>(kind))) continue;
     const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && (way == kWayResident512 || way == kWayResident128);
     if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
   }
@@ -63,8 +69,10 @@ struct List : TaskList {
   Layout layout;
 };
 
-// BF16 weight gradients: one operand at rest where most experts' rows fit, unless they continue a buffer.
+// Tokens are on the N side only where asked for. BF16 weight gradients: one operand at rest where most experts' rows fit, unless they continue a
+// buffer.
 Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
+  if (s.way[kind] == kWayTokensN) return Layout::kTokensN;
   if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
   switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), n_extent(s, kind))) {
     case kWayResident512: return Layout::kResident512;
@@ -74,8 +82,10 @@ Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
 }
 
 Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
+  using OnN = MxTokensNConfig;
   const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows};
   switch (layout) {
+    case Layout::kTokensN: return {kind, OnN::kTokens, step_n<OnN>(kind), t.m_extent, t.n_extent, skip_empty, Pairs::kColumns};
     case Layout::kResident512: return in_strips<ResidentWide>(t);
     case Layout::kResident128: return in_strips<ResidentTall>(t);
     default: return t;
@@ -106,7 +116,7 @@ Status run_gemm(const List& list, const MxArguments<CUtensorMap>& args, bool fp8
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   cudaError_t error;
   if (fp8) {
-    error = launch_mx_gemm(list.kind, {{args}, list.tasks, list.num_tasks}, stream);
+    error = launch_mx_gemm(list.kind, {{args}, list.tasks, list.num_tasks}, stream, list.layout);
   } else {
     const GemmArguments<CUtensorMap>& plain = args;
     error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream, list.layout);
@@ -159,10 +169,11 @@ struct WeightMaps {
   CUtensorMap gate_up_fprop, gate_up_dgrad, down_fprop, down_dgrad;
 };
 
-Status weight_maps(WeightMaps* maps, const LayerShape& s, bool fp8, const MxWeights& w) {
+Status weight_maps(WeightMaps* maps, const LayerShape& s, bool fp8, Layout gate_up_layout, const MxWeights& w) {
   const Element element = fp8 ? Element::kE4m3 : Element::kBf16;
   const int64_t D = s.d_model, F = s.width;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}));
+  const int gate_up_box = gate_up_layout == Layout::kTokensN ? MxTokensNConfig::kJointRows : kPanelRows;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}, gate_up_box));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->down_fprop, "down_fprop", element, w.down_fprop, {F, D, 1, s.experts}));
   const TensorShape gate_up = fp8 ? TensorShape{F, D, 2, s.experts} : TensorShape{D, F, 2, s.experts};
   const TensorShape down = fp8 ? TensorShape{D, F, 1, s.experts} : TensorShape{F, D, 1, s.experts};
@@ -207,10 +218,10 @@ ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool s
   ForwardMemory m;
   m.x = take_operand(w, s, fp8, s.d_model);
   m.h_operand = take_operand(w, s, fp8, s.width);
-  m.h_MxF = fp8 ? nullptr : w.take<uint16_t>(s.rows * s.width);
+  m.gate_up = take_list(w, s, kGateUp, fp8);
+  m.h_MxF = fp8 && m.gate_up.layout == Layout::kTokensM ? nullptr : w.take<uint16_t>(s.rows * s.width);
   m.y_MxD = w.take<uint16_t>(s.rows * s.d_model);
   m.gate_up_2xMxF = save_mx ? w.take<uint16_t>(2 * s.rows * s.width) : nullptr;
-  m.gate_up = take_list(w, s, kGateUp, fp8);
   m.down = take_list(w, s, kDown, fp8);
   return m;
 }
@@ -300,14 +311,14 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
   MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
   WeightMaps maps;
-  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
+  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
   auto up = arguments(s, kGateUp, act, fp8);
   MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model));
   up.b = maps.gate_up_fprop;
   up.a_codes = m.x.codes;
   up.b_codes = weights.gate_up_fprop_codes;
-  if (fp8) {  // quantised in the epilogue
+  if (m.h_MxF == nullptr) {  // quantised in the epilogue
     MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width));
     up.row_codes = m.h_operand.codes;
   } else {
@@ -321,7 +332,9 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
   if (save_mx) MOE_RETURN_IF_ERROR(quantize_gate_up(s, plan, gate_up, saved, stream));
-  if (!fp8) MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
+  if (m.h_MxF != nullptr) {
+    MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
+  }
 
   auto down = arguments(s, kDown, act, fp8);
   MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width));
@@ -359,7 +372,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
   WeightMaps maps;
-  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, weights));
+  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
   if (options.wgrad_bf16) {
     MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, static_cast<uint16_t*>(m.x_columns.data), stream));

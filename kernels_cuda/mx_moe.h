@@ -5,7 +5,8 @@
 // run on FP8 tensor cores; what is stored are the re-based bytes. kExact: operands keep their scales per 32 and are dequantised to BF16,
 // exactly, for BF16 tensor cores: the numerics of block-scaled hardware up to FP32 summation.
 //
-// Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched, and for weight gradients of BF16 operands resident.
+// Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched; for weight gradients of BF16 operands resident;
+// kAligned, but for down and dgrad_gate_up with one expert per token: gate_up, down and dgrad_gate_up with tokens on the N side, where asked for.
 #pragma once
 
 #include "moe.h"

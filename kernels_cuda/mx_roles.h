@@ -123,34 +123,47 @@ MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, Turn
   Isa::template mma_wait<0>();
 }
 
-// Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
-template <Kind kKind, class Arguments>
-struct RowScales {
-  const uint8_t* a;
-  const uint8_t* b[2];
-  int64_t a_step;
+// Scale codes of the weights of a row kind's tile: of gate and of up for kGateUp, else of kBlocks neighbouring blocks of 128 columns.
+template <Kind kKind, int kBlocks>
+struct WeightCodes {
+  static constexpr int kCount = kKind == kGateUp ? 2 : kBlocks;
+  const uint8_t* codes[kCount];
   int k_blocks, jump;
 
-  MOE_FN RowScales(const Arguments& args, const Task& tile, int row) : a(args.a_codes + tile.row0 + row), a_step(args.num_rows) {
+  template <class Arguments>
+  MOE_FN WeightCodes(const Arguments& args, const Task& tile) {
     const int n_blocks = (args.n_extent + 127) / 128;
     k_blocks = div_up(args.k_extent, 128);
     jump = kKind == kDgradGateUp ? (n_blocks - 1) * k_blocks : 0;  // from the end of a gate row of blocks to that of up
     MOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      int block = tile.n0 / 128 + (kKind == kGateUp ? 0 : half);
+    for (int i = 0; i < kCount; ++i) {
+      int block = tile.n0 / 128 + (kKind == kGateUp ? 0 : i);
       if (block >= n_blocks) block = n_blocks - 1;  // columns outside: zeros
-      const int matrix = kKind == kGateUp ? 2 * tile.expert + half : kKind == kDgradGateUp ? 2 * tile.expert : tile.expert;
-      b[half] = args.b_codes + (static_cast<int64_t>(matrix) * n_blocks + block) * k_blocks;
+      const int matrix = kKind == kGateUp ? 2 * tile.expert + i : kKind == kDgradGateUp ? 2 * tile.expert : tile.expert;
+      codes[i] = args.b_codes + (static_cast<int64_t>(matrix) * n_blocks + block) * k_blocks;
     }
   }
+  MOE_FN int at(int kb) const { return kb + (kKind == kDgradGateUp && kb >= k_blocks ? jump : 0); }
+};
+
+// Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
+template <Kind kKind>
+struct RowScales {
+  const uint8_t* a;
+  int64_t a_step;
+  WeightCodes<kKind, 2> weights;
+
+  template <class Arguments>
+  MOE_FN RowScales(const Arguments& args, const Task& tile, int row)
+      : a(args.a_codes + tile.row0 + row), a_step(args.num_rows), weights(args, tile) {}
   template <class Isa>
   MOE_FN void fetch(int kb, uint32_t (&codes)[4]) const {
-    const int at = kb + (kKind == kDgradGateUp && kb >= k_blocks ? jump : 0);
+    const int at = weights.at(kb);
     const uint8_t* rows = a + kb * a_step;
     codes[0] = Isa::load_code(rows);
     codes[1] = Isa::load_code(rows + 8);
-    codes[2] = Isa::load_code(b[0] + at);
-    codes[3] = Isa::load_code(b[1] + at);
+    codes[2] = Isa::load_code(weights.codes[0] + at);
+    codes[3] = Isa::load_code(weights.codes[1] + at);
   }
 };
 
@@ -160,7 +173,7 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
                           const EpilogueType& epilogue, Turns<Isa, Config>& turns) {
   constexpr int kHalf = Config::kAcc / 2;
   const uint32_t consumer = epilogue.consumer;
-  const RowScales<kKind, Arguments> scales(args, tile, 64 * static_cast<int>(consumer) + epilogue.row_in_group());
+  const RowScales<kKind> scales(args, tile, 64 * static_cast<int>(consumer) + epilogue.row_in_group());
   uint32_t codes[4];
   scales.template fetch<Isa>(0, codes);
   float block[kHalf];

@@ -184,6 +184,9 @@ MOE_HOST_FN uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 }
 MOE_HOST_FN uint32_t half_of(uint32_t pair, int i) { return i == 0 ? pair & 0xFFFFu : pair >> 16; }
 
+// finite_scale_value of two codes, in halves of a word, as BF16, which holds every power of two from 2^-127 on.
+MOE_HOST_FN uint32_t bf16_scales(uint32_t codes) { return max_pairs(codes << 7, 0x00400040u); }
+
 // Largest magnitudes of eight values, as a pair.
 MOE_HOST_FN uint32_t largest_pair(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   constexpr uint32_t kMagnitude = 0x7FFF7FFFu;

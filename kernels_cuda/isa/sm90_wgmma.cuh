@@ -1,5 +1,5 @@
-// The BF16 warpgroup products, D += A B with FP32 accumulators in registers and both operands in shared memory. Inline PTX needs every
-// register by name, so the widths are made of groups of eight by one macro. kTransA/kTransB: 1 when the operand is MN-major.
+// The warpgroup products, D += A B with FP32 accumulators in registers and both operands in shared memory. Inline PTX needs every register
+// by name, so the widths are made of groups of eight by one macro a type. kTransA/kTransB: 1 when the operand is MN-major.
 // Included by sm90.cuh alone.
 #pragma once
 
@@ -40,13 +40,19 @@ namespace moe::sm90 {
 #define MOE_REGS_13 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
 #define MOE_REGS_14 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
 #define MOE_REGS_15 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define MOE_NAMES_TO_2 MOE_NAMES_0 "," MOE_NAMES_1
+#define MOE_NAMES_TO_3 MOE_NAMES_TO_2 "," MOE_NAMES_2
 #define MOE_NAMES_TO_4 MOE_NAMES_0 "," MOE_NAMES_1 "," MOE_NAMES_2 "," MOE_NAMES_3
+#define MOE_NAMES_TO_5 MOE_NAMES_TO_4 "," MOE_NAMES_4
 #define MOE_NAMES_TO_6 MOE_NAMES_TO_4 "," MOE_NAMES_4 "," MOE_NAMES_5
 #define MOE_NAMES_TO_8 MOE_NAMES_TO_6 "," MOE_NAMES_6 "," MOE_NAMES_7
 #define MOE_NAMES_TO_10 MOE_NAMES_TO_8 "," MOE_NAMES_8 "," MOE_NAMES_9
 #define MOE_NAMES_TO_12 MOE_NAMES_TO_10 "," MOE_NAMES_10 "," MOE_NAMES_11
 #define MOE_NAMES_TO_16 MOE_NAMES_TO_12 "," MOE_NAMES_12 "," MOE_NAMES_13 "," MOE_NAMES_14 "," MOE_NAMES_15
+#define MOE_REGS_TO_2 MOE_REGS_0, MOE_REGS_1
+#define MOE_REGS_TO_3 MOE_REGS_TO_2, MOE_REGS_2
 #define MOE_REGS_TO_4 MOE_REGS_0, MOE_REGS_1, MOE_REGS_2, MOE_REGS_3
+#define MOE_REGS_TO_5 MOE_REGS_TO_4, MOE_REGS_4
 #define MOE_REGS_TO_6 MOE_REGS_TO_4, MOE_REGS_4, MOE_REGS_5
 #define MOE_REGS_TO_8 MOE_REGS_TO_6, MOE_REGS_6, MOE_REGS_7
 #define MOE_REGS_TO_10 MOE_REGS_TO_8, MOE_REGS_8, MOE_REGS_9
@@ -70,7 +76,25 @@ MOE_WGMMA(160, 10, 80, 81, 82, 83)
 MOE_WGMMA(192, 12, 96, 97, 98, 99)
 MOE_WGMMA(256, 16, 128, 129, 130, 131)
 
+// E4M3 operands, which are K-major: D = A B (kFirst) or D += A B.
+#define MOE_WGMMA_E4M3(N, GROUPS, A, B, ADDS)                                                                       \
+  template <bool kFirst>                                                                                            \
+  MOE_FN void wgmma_m64n##N##k32_e4m3(float (&d)[N / 2], uint64_t desc_a, uint64_t desc_b) {                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" MOE_NAMES_TO_##GROUPS "}, %" #A ", %" #B \
+                 ", p, 1, 1;\n}"                                                                                    \
+                 : MOE_REGS_TO_##GROUPS                                                                             \
+                 : "l"(desc_a), "l"(desc_b), "r"(kFirst ? 0 : 1));                                                  \
+  }
+MOE_WGMMA_E4M3(32, 2, 16, 17, 18)
+MOE_WGMMA_E4M3(48, 3, 24, 25, 26)
+MOE_WGMMA_E4M3(64, 4, 32, 33, 34)
+MOE_WGMMA_E4M3(80, 5, 40, 41, 42)
+MOE_WGMMA_E4M3(96, 6, 48, 49, 50)
+MOE_WGMMA_E4M3(128, 8, 64, 65, 66)
+
 #undef MOE_WGMMA
+#undef MOE_WGMMA_E4M3
 #undef MOE_NAMES_0
 #undef MOE_NAMES_1
 #undef MOE_NAMES_2
@@ -87,7 +111,10 @@ MOE_WGMMA(256, 16, 128, 129, 130, 131)
 #undef MOE_NAMES_13
 #undef MOE_NAMES_14
 #undef MOE_NAMES_15
+#undef MOE_NAMES_TO_2
+#undef MOE_NAMES_TO_3
 #undef MOE_NAMES_TO_4
+#undef MOE_NAMES_TO_5
 #undef MOE_NAMES_TO_6
 #undef MOE_NAMES_TO_8
 #undef MOE_NAMES_TO_10
@@ -109,7 +136,10 @@ MOE_WGMMA(256, 16, 128, 129, 130, 131)
 #undef MOE_REGS_13
 #undef MOE_REGS_14
 #undef MOE_REGS_15
+#undef MOE_REGS_TO_2
+#undef MOE_REGS_TO_3
 #undef MOE_REGS_TO_4
+#undef MOE_REGS_TO_5
 #undef MOE_REGS_TO_6
 #undef MOE_REGS_TO_8
 #undef MOE_REGS_TO_10

@@ -1,7 +1,7 @@
 // Runs every kind of FP8 grouped GEMM of kernels_cuda/mx_roles.h on the host emulator, on a small layer with unequal, unaligned sizes and short last
 // blocks along every dimension, and compares with plain loops over the dequantised operands: relative norm per expert, zero padding, equal bits
-// for every interleaving seed. Usage: mx_host_kernels KIND SEED...
-// [--without=FAULT] (host_faults.h); prints one line and exits with 1 on a mismatch.
+// for every interleaving seed. KIND_tokens_n: with tokens on either side (mx_tokens_n.h), whose bits must be equal too.
+// Usage: mx_host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line and exits with 1 on a mismatch.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@
 #include "host_faults.h"
 #include "host_tasks.h"
 #include "isa/host/host_mx.h"
-#include "mx_roles.h"
+#include "mx_tokens_n.h"
 
 namespace {
 
@@ -20,16 +20,28 @@ using namespace moe;
 using Isa = Faulty<HostMx>;
 using Arguments = MxArguments<host::Map>;
 
-constexpr int kExperts = 3, kD = 160, kF = 288;
-constexpr int kCount[kExperts] = {200, 0, 40};  // two row tiles that pair, an empty expert, an odd tile with a warpgroup of padding
-constexpr int kStart[kExperts] = {0, 256, 256};
-constexpr int kRows = 384;
+constexpr int kD = 160, kF = 288;
+
+// Rows of the experts. By default two row tiles that pair, an empty expert, an odd tile with a warpgroup of padding.
+int experts = 3, num_rows = 384;
+std::vector<int> count_E = {200, 0, 40}, start_E = {0, 256, 256};
+
+void set_groups(const std::vector<int>& count) {
+  experts = static_cast<int>(count.size());
+  count_E = count;
+  start_E.clear();
+  num_rows = 0;
+  for (int rows : count) {
+    start_E.push_back(num_rows);
+    num_rows += (rows + 127) / 128 * 128;
+  }
+}
 
 std::mt19937 generator(7);
 
 int expert_of(int row) {
-  for (int e = 0; e < kExperts; ++e) {
-    if (row >= kStart[e] && row < kStart[e] + kCount[e]) return e;
+  for (int e = 0; e < experts; ++e) {
+    if (row >= start_E[e] && row < start_E[e] + count_E[e]) return e;
   }
   return -1;
 }
@@ -50,8 +62,8 @@ std::vector<float> random_values(size_t n, float scale = 1.0f) {
 }
 
 std::vector<float> random_rows(int width) {  // of experts, zeros in between
-  auto v = random_values(static_cast<size_t>(kRows) * width);
-  for (int r = 0; r < kRows; ++r) {
+  auto v = random_values(static_cast<size_t>(num_rows) * width);
+  for (int r = 0; r < num_rows; ++r) {
     if (expert_of(r) < 0) std::memset(&v[static_cast<size_t>(r) * width], 0, 4 * static_cast<size_t>(width));
   }
   return v;
@@ -154,9 +166,9 @@ Stack weights(const std::vector<float>& w, int matrices, int rows, int columns, 
 Stack rows_of(const std::vector<float>& x, int halves, int width, bool along_rows) {
   Stack s;
   for (int i = 0; i < halves; ++i) {
-    const float* part = &x[size_t(i) * kRows * width];
-    const auto t = transposed(part, kRows, width);
-    Quantized q(along_rows ? t.data() : part, along_rows ? width : kRows, along_rows ? kRows : width, 1);
+    const float* part = &x[size_t(i) * num_rows * width];
+    const auto t = transposed(part, num_rows, width);
+    Quantized q(along_rows ? t.data() : part, along_rows ? width : num_rows, along_rows ? num_rows : width, 1);
     s.add(q, q.codes_by_block());
   }
   return s;
@@ -171,15 +183,23 @@ host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t out
   return map;
 }
 
+template <class Roles>
+void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed) {
+  const auto tasks = list_tasks(tiling, count_E, start_E);
+  const int count = static_cast<int>(tasks.size());
+  MxBatch<host::Map> batch = {{args}, tasks.data(), &count};
+  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
+}
 template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
   using Config = MxConfig<kKind>;
-  const int step = kKind == kGateUp ? Config::kTileN / 2 : Config::kTileN;
-  const Tiling tiling = {kKind, 2 * Config::kTileM, step, args.m_extent, args.n_extent, false, Pairs::kRows};
-  const auto tasks = list_tasks(tiling, kCount, kStart);
-  const int count = static_cast<int>(tasks.size());
-  MxBatch<host::Map> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Config::kThreads, Config::kSharedBytes, seed, [&] { run_roles<MxRoles<kKind, true, Isa>, Isa>(batch); });
+  const Tiling tiling = {kKind, 2 * Config::kTileM, step_n<Config>(kKind), args.m_extent, args.n_extent, false, Pairs::kRows};
+  run_list<MxRoles<kKind, true, Isa>>(tiling, args, seed);
+}
+template <Kind kKind>
+void run_tokens_n(const Arguments& args, uint32_t seed) {
+  using Config = MxTokensNConfig;
+  run_list<MxTokensN<kKind, true, Isa>>({kKind, Config::kTileM, step_n<Config>(kKind), args.m_extent, args.n_extent, false, Pairs::kColumns}, args, seed);
 }
 
 int failures = 0;
@@ -199,16 +219,16 @@ void compare(const char* what, int expert, const std::vector<double>& out, const
 
 template <class Reference>
 void compare_rows(const char* what, const uint16_t* out, int width, double tolerance, Reference reference) {
-  for (int e = 0; e < kExperts; ++e) {
+  for (int e = 0; e < experts; ++e) {
     std::vector<double> got, want;
-    for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
+    for (int r = start_E[e]; r < start_E[e] + count_E[e]; ++r) {
       for (int c = 0; c < width; ++c) {
         got.push_back(bf16_value(out[size_t(r) * width + c]));
         want.push_back(reference(r, e, c));
       }
     }
     compare(what, e, got, want, tolerance);
-    for (int r = kStart[e] + kCount[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {
+    for (int r = start_E[e] + count_E[e]; r < start_E[e] + (count_E[e] + 63) / 64 * 64; ++r) {
       for (int c = 0; c < width; ++c) {
         if (out[size_t(r) * width + c] != 0) {
           std::printf("%s: padded row %d is not zero\n", what, r);
@@ -216,6 +236,18 @@ void compare_rows(const char* what, const uint16_t* out, int width, double toler
           return;
         }
       }
+    }
+  }
+}
+
+// A factor made of two scales, as with tokens on the N side, is the one made of two codes: rounded, subnormal and infinite ones too.
+void compare_factors() {
+  for (uint32_t a = 0; a < mx::kPoison; ++a) {
+    for (uint32_t b = 0; b < mx::kPoison; ++b) {
+      const float product = Isa::mul(mx::float_of(mx::bf16_scales(a << 16 | b) & 0xFFFF0000u), mx::finite_scale_value(b));
+      if (mx::bits_of(product) == mx::bits_of(mx::product_scale(a, b))) continue;
+      std::printf("codes %u and %u: their scales multiply to %g\n", a, b, product);
+      ++failures;
     }
   }
 }
@@ -228,7 +260,7 @@ uint64_t digest(const void* data, size_t bytes) {
 
 Arguments arguments(int k_extent, int m_extent, int n_extent) {
   Arguments args = {};
-  args.num_rows = kRows;
+  args.num_rows = num_rows;
   args.k_extent = k_extent;
   args.m_extent = m_extent;
   args.n_extent = n_extent;
@@ -242,15 +274,16 @@ double dot(const Quantized& a, int i, const Quantized& b, int j) {
 }
 double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
 
-constexpr size_t kWide = size_t{kRows} * kF, kDeep = size_t{kRows} * kD;
+size_t wide() { return size_t(num_rows) * kF; }
+size_t deep() { return size_t(num_rows) * kD; }
 
 // Rows as a Quantized has them, up to the end of each expert's last 64 rows.
 void compare_bytes(const char* what, const Quantized& q, const uint8_t* bytes, const uint8_t* codes) {
   const auto expected = q.codes_by_block();
-  for (int e = 0; e < kExperts; ++e) {
-    for (int r = kStart[e]; r < kStart[e] + (kCount[e] + 63) / 64 * 64; ++r) {  // padding of a warpgroup too: zeros
+  for (int e = 0; e < experts; ++e) {
+    for (int r = start_E[e]; r < start_E[e] + (count_E[e] + 63) / 64 * 64; ++r) {  // padding of a warpgroup too: zeros
       bool same = std::memcmp(&q.bytes[size_t(r) * q.length], &bytes[size_t(r) * q.length], q.length) == 0;
-      for (int b = 0; b < blocks_of(q.length); ++b) same = same && expected[size_t(b) * kRows + r] == codes[size_t(b) * kRows + r];
+      for (int b = 0; b < blocks_of(q.length); ++b) same = same && expected[size_t(b) * num_rows + r] == codes[size_t(b) * num_rows + r];
       if (!same) {
         std::printf("%s: row %d differs from the quantised BF16 values\n", what, r);
         ++failures;
@@ -267,134 +300,179 @@ void compare_lines(const char* what, const Quantized& q, const uint8_t* bytes, c
   }
 }
 
-uint64_t gate_up(uint32_t seed) {
-  const Stack x = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * 2 * kF * kD, 0.1f), 2 * kExperts, kF, kD, false);
-  std::vector<uint16_t> saved(2 * kWide, 0xFFFF);
-  std::vector<uint8_t> h(kWide, 0xFF), h_codes(size_t(blocks_of(kF)) * kRows, 0xFF);
+// BF16 rows of both sides, up to the end of each expert's last 64 rows.
+void compare_sides(const char* what, int matrices, int width, const std::vector<uint16_t>& m, const std::vector<uint16_t>& n) {
+  for (int e = 0; e < experts; ++e) {
+    for (int r = start_E[e]; r < start_E[e] + (count_E[e] + 63) / 64 * 64; ++r) {
+      for (int i = 0; i < matrices; ++i) {
+        const size_t at = (size_t(i) * num_rows + r) * width;
+        if (std::memcmp(&m[at], &n[at], 2 * size_t(width)) == 0) continue;
+        std::printf("%s: row %d of expert %d differs with tokens on the N side\n", what, r - start_E[e], e);
+        ++failures;
+        return;
+      }
+    }
+  }
+}
+
+uint64_t gate_up(uint32_t seed, bool sides) {
+  const Stack x = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t(experts) * 2 * kF * kD, 0.1f), 2 * experts, kF, kD, false);
+  std::vector<uint16_t> saved(2 * wide(), 0xFFFF);
+  std::vector<uint8_t> h(wide(), 0xFF), h_codes(size_t(blocks_of(kF)) * num_rows, 0xFF);
   Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(x.bytes.data(), 1, kD, kRows);
-  args.b = map_of(w.bytes.data(), 1, kD, kF, 2, kExperts);
+  args.a = map_of(x.bytes.data(), 1, kD, num_rows);
+  args.b = map_of(w.bytes.data(), 1, kD, kF, 2, experts);
   args.a_codes = x.codes.data();
   args.b_codes = w.codes.data();
-  args.out = map_of(h.data(), 1, kF, kRows);
+  args.out = map_of(h.data(), 1, kF, num_rows);
   args.row_codes = h_codes.data();
-  args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
+  args.gate_up = map_of(saved.data(), 2, kF, num_rows, 2);
   args.save_gate_up = args.write_out = 1;
   run<kGateUp>(args, seed);
   for (int half = 0; half < 2; ++half) {
-    compare_rows(half ? "up" : "gate", &saved[half * kWide], kF, 3e-3, [&](int r, int e, int f) { return dot(x.parts[0], r, w.parts[2 * e + half], f); });
+    compare_rows(half ? "up" : "gate", &saved[half * wide()], kF, 3e-3, [&](int r, int e, int f) { return dot(x.parts[0], r, w.parts[2 * e + half], f); });
   }
-  std::vector<float> expected(kWide, 0.0f);  // h from the gate and up that were written, rounded to BF16
-  for (int r = 0; r < kRows; ++r) {
+  std::vector<float> expected(wide(), 0.0f);  // h from the gate and up that were written, rounded to BF16
+  for (int r = 0; r < num_rows; ++r) {
     for (int f = 0; f < kF && expert_of(r) >= 0; ++f) {
       const size_t at = size_t(r) * kF + f;
-      expected[at] = bf16_value(Host::bf16(activation_forward<true, HostMx>(bf16_value(saved[at]), bf16_value(saved[kWide + at]), Activation{})));
+      expected[at] = bf16_value(Host::bf16(activation_forward<true, Isa>(bf16_value(saved[at]), bf16_value(saved[wide() + at]), Activation{})));
     }
   }
-  compare_bytes("h", Quantized(expected.data(), kRows, kF, 1), h.data(), h_codes.data());
+  compare_bytes("h", Quantized(expected.data(), num_rows, kF, 1), h.data(), h_codes.data());
+  if (sides) {  // h in BF16, to be quantised later
+    std::vector<uint16_t> saved_n(2 * wide(), 0xFFFF), h_n(wide(), 0xFFFF), h_m(wide());
+    for (size_t i = 0; i < wide(); ++i) h_m[i] = Host::bf16(expected[i]);
+    args.b.box_rows = MxTokensNConfig::kJointRows;
+    args.out = map_of(h_n.data(), 2, kF, num_rows);
+    args.gate_up = map_of(saved_n.data(), 2, kF, num_rows, 2);
+    run_tokens_n<kGateUp>(args, seed);
+    compare_sides("gate, up", 2, kF, saved, saved_n);
+    compare_sides("h", 1, kF, h_m, h_n);
+    args.save_gate_up = 0;  // each alone
+    std::fill(h_n.begin(), h_n.end(), uint16_t{0xFFFF});
+    run_tokens_n<kGateUp>(args, seed);
+    compare_sides("h alone", 1, kF, h_m, h_n);
+    args.save_gate_up = 1, args.write_out = 0;
+    std::fill(saved_n.begin(), saved_n.end(), uint16_t{0xFFFF});
+    run_tokens_n<kGateUp>(args, seed);
+    compare_sides("gate, up alone", 2, kF, saved, saved_n);
+  }
   return digest(h.data(), h.size()) ^ digest(h_codes.data(), h_codes.size()) ^ digest(saved.data(), 2 * saved.size());
 }
 
-uint64_t down(uint32_t seed) {
-  const Stack h = rows_of(random_rows(kF), 1, kF, false), w = weights(random_values(size_t{kExperts} * kD * kF, 0.1f), kExperts, kD, kF, false);
-  std::vector<uint16_t> y(kDeep, 0xFFFF);
+uint64_t down(uint32_t seed, bool sides) {
+  const Stack h = rows_of(random_rows(kF), 1, kF, false), w = weights(random_values(size_t(experts) * kD * kF, 0.1f), experts, kD, kF, false);
+  std::vector<uint16_t> y(deep(), 0xFFFF);
   Arguments args = arguments(kF, kD, kD);
-  args.a = map_of(h.bytes.data(), 1, kF, kRows);
-  args.b = map_of(w.bytes.data(), 1, kF, kD, 1, kExperts);
+  args.a = map_of(h.bytes.data(), 1, kF, num_rows);
+  args.b = map_of(w.bytes.data(), 1, kF, kD, 1, experts);
   args.a_codes = h.codes.data();
   args.b_codes = w.codes.data();
-  args.out = map_of(y.data(), 2, kD, kRows);
+  args.out = map_of(y.data(), 2, kD, num_rows);
   run<kDown>(args, seed);
   compare_rows("y", y.data(), kD, 3e-3, [&](int r, int e, int d) { return dot(h.parts[0], r, w.parts[e], d); });
+  if (sides) {
+    std::vector<uint16_t> y_n(deep(), 0xFFFF);
+    args.out = map_of(y_n.data(), 2, kD, num_rows);
+    run_tokens_n<kDown>(args, seed);
+    compare_sides("y", 1, kD, y, y_n);
+  }
   return digest(y.data(), 2 * y.size());
 }
 
 // Twice: with BF16 results beside the quantised rows, and with everything quantised; the second is held to the BF16 values of the first.
 uint64_t dgrad_down(uint32_t seed) {
-  const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t{kExperts} * kD * kF, 0.1f), kExperts, kD, kF, true);
-  std::vector<uint16_t> gate_up(2 * kWide), out(2 * kWide, 0xFFFF), scaled(kWide, 0xFFFF);
+  const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t(experts) * kD * kF, 0.1f), experts, kD, kF, true);
+  std::vector<uint16_t> gate_up(2 * wide()), out(2 * wide(), 0xFFFF), scaled(wide(), 0xFFFF);
   for (auto& v : gate_up) v = Host::bf16(std::normal_distribution<float>()(generator));
-  std::vector<float> partial(size_t(blocks_of(kF)) * kRows, NAN), weight(kRows);
-  std::vector<int> slot(kRows);
-  for (int r = 0; r < kRows; ++r) {
-    slot[r] = expert_of(r) < 0 ? -1 : kRows - 1 - r;
+  std::vector<float> partial(size_t(blocks_of(kF)) * num_rows, NAN), weight(num_rows);
+  std::vector<int> slot(num_rows);
+  for (int r = 0; r < num_rows; ++r) {
+    slot[r] = expert_of(r) < 0 ? -1 : num_rows - 1 - r;
     weight[r] = std::ldexp(std::uniform_real_distribution<float>(0.0f, 1.0f)(generator), r / 32 % 4);  // column blocks at scales of their own
     if (expert_of(r) < 0) gate_up[size_t(r) * kF] = 0x7FFF;  // nothing of a padded row may reach anything
   }
   constexpr int kPitch = (kF + 127) / 128 * 128;
-  std::vector<uint8_t> rows(2 * kWide, 0xFF), row_codes(size_t(2 * blocks_of(kF)) * kRows, 0xFF), again(rows), codes_again(row_codes);
-  std::vector<uint8_t> columns(2 * kWide, 0xFF), column_codes(size_t{2} * kRows / 128 * kPitch, 0xFF), scaled_columns(kWide, 0xFF);
-  std::vector<uint16_t> scales(size_t{kRows} / 128 * kPitch, 0xFFFF);
+  std::vector<uint8_t> rows(2 * wide(), 0xFF), row_codes(size_t(2 * blocks_of(kF)) * num_rows, 0xFF), again(rows), codes_again(row_codes);
+  std::vector<uint8_t> columns(2 * wide(), 0xFF), column_codes(size_t{2} * num_rows / 128 * kPitch, 0xFF), scaled_columns(wide(), 0xFF);
+  std::vector<uint16_t> scales(size_t(num_rows) / 128 * kPitch, 0xFFFF);
   Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(dy.bytes.data(), 1, kD, kRows);
-  args.b = map_of(w.bytes.data(), 1, kD, kF, 1, kExperts);
+  args.a = map_of(dy.bytes.data(), 1, kD, num_rows);
+  args.b = map_of(w.bytes.data(), 1, kD, kF, 1, experts);
   args.a_codes = dy.codes.data();
   args.b_codes = w.codes.data();
-  args.gate_up = map_of(gate_up.data(), 2, kF, kRows, 2);
-  args.out = map_of(rows.data(), 1, kF, kRows, 2);
+  args.gate_up = map_of(gate_up.data(), 2, kF, num_rows, 2);
+  args.out = map_of(rows.data(), 1, kF, num_rows, 2);
   args.row_codes = row_codes.data();
-  args.d_gate_up = map_of(out.data(), 2, kF, kRows, 2);
-  args.scaled_h = map_of(scaled.data(), 2, kF, kRows);
+  args.d_gate_up = map_of(out.data(), 2, kF, num_rows, 2);
+  args.scaled_h = map_of(scaled.data(), 2, kF, num_rows);
   args.weight_TxK = weight.data();
   args.slot_M = slot.data();
   args.weight_partial = partial.data();
   run<kDgradDown>(args, seed);
   auto g = [&](int r, int f) { return double{bf16_value(gate_up[size_t(r) * kF + f])}; };
-  auto u = [&](int r, int f) { return double{bf16_value(gate_up[kWide + size_t(r) * kF + f])}; };
+  auto u = [&](int r, int f) { return double{bf16_value(gate_up[wide() + size_t(r) * kF + f])}; };
   compare_rows("d_gate", out.data(), kF, 3e-3, [&](int r, int e, int f) {
     const double s = sigmoid(g(r, f));
     return weight[slot[r]] * dot(dy.parts[0], r, w.parts[e], f) * u(r, f) * s * (1 + g(r, f) * (1 - s));
   });
-  compare_rows("d_up", &out[kWide], kF, 3e-3,
+  compare_rows("d_up", &out[wide()], kF, 3e-3,
                [&](int r, int e, int f) { return weight[slot[r]] * dot(dy.parts[0], r, w.parts[e], f) * g(r, f) * sigmoid(g(r, f)); });
   compare_rows("weight * h", scaled.data(), kF, 4e-3,
                [&](int r, int, int f) { return weight[slot[r]] * g(r, f) * sigmoid(g(r, f)) * u(r, f); });
 
-  args.out = map_of(again.data(), 1, kF, kRows, 2);
+  args.out = map_of(again.data(), 1, kF, num_rows, 2);
   args.row_codes = codes_again.data();
-  args.d_gate_up = map_of(columns.data(), 1, kRows, kF, 2);
+  args.d_gate_up = map_of(columns.data(), 1, num_rows, kF, 2);
   args.column_codes = column_codes.data();
-  args.scaled_h = map_of(scaled_columns.data(), 1, kRows, kF);
+  args.scaled_h = map_of(scaled_columns.data(), 1, num_rows, kF);
   args.scaled_h_scales = scales.data();
   run<kDgradDown>(args, seed);
   auto values = [&](const uint16_t* bits) {  // rows outside the experts count as zero
-    std::vector<float> v(kWide, 0.0f);
-    for (size_t i = 0; i < kWide; ++i) {
+    std::vector<float> v(wide(), 0.0f);
+    for (size_t i = 0; i < wide(); ++i) {
       if (expert_of(static_cast<int>(i / kF)) >= 0) v[i] = bf16_value(bits[i]);
     }
     return v;
   };
-  const size_t codes_wide = size_t(blocks_of(kF)) * kRows, codes_deep = size_t{kRows} / 128 * kPitch;
+  const size_t codes_wide = size_t(blocks_of(kF)) * num_rows, codes_deep = size_t(num_rows) / 128 * kPitch;
   for (int half = 0; half < 2; ++half) {
-    const auto x = values(&out[half * kWide]), t = transposed(x.data(), kRows, kF);
-    const Quantized by_row(x.data(), kRows, kF, 1), by_column(t.data(), kF, kRows, 1);
+    const auto x = values(&out[half * wide()]), t = transposed(x.data(), num_rows, kF);
+    const Quantized by_row(x.data(), num_rows, kF, 1), by_column(t.data(), kF, num_rows, 1);
     const char* what[2][3] = {{"d_gate by rows, beside BF16", "d_gate by rows", "d_gate by columns"},
                               {"d_up by rows, beside BF16", "d_up by rows", "d_up by columns"}};
-    compare_bytes(what[half][0], by_row, &rows[half * kWide], &row_codes[half * codes_wide]);
-    compare_bytes(what[half][1], by_row, &again[half * kWide], &codes_again[half * codes_wide]);
-    compare_lines(what[half][2], by_column, &columns[half * kWide], by_column.codes_by_block(), &column_codes[half * codes_deep]);
+    compare_bytes(what[half][0], by_row, &rows[half * wide()], &row_codes[half * codes_wide]);
+    compare_bytes(what[half][1], by_row, &again[half * wide()], &codes_again[half * codes_wide]);
+    compare_lines(what[half][2], by_column, &columns[half * wide()], by_column.codes_by_block(), &column_codes[half * codes_deep]);
   }
-  const auto t = transposed(values(scaled.data()).data(), kRows, kF);
-  const Quantized by_column(t.data(), kF, kRows, 1);
+  const auto t = transposed(values(scaled.data()).data(), num_rows, kF);
+  const Quantized by_column(t.data(), kF, num_rows, 1);
   compare_lines("weight * h by columns", by_column, scaled_columns.data(), by_column.scales_by_block(), scales.data());
   return digest(out.data(), 2 * out.size()) ^ digest(partial.data(), 4 * partial.size()) ^ digest(again.data(), again.size()) ^
          digest(columns.data(), columns.size());
 }
 
-uint64_t dgrad_gate_up(uint32_t seed) {
+uint64_t dgrad_gate_up(uint32_t seed, bool sides) {
   auto both = random_rows(kF), other = random_rows(kF);
   both.insert(both.end(), other.begin(), other.end());
-  const Stack da = rows_of(both, 2, kF, false), w = weights(random_values(size_t{kExperts} * 2 * kF * kD, 0.1f), 2 * kExperts, kF, kD, true);
-  std::vector<uint16_t> dx(kDeep, 0xFFFF);
+  const Stack da = rows_of(both, 2, kF, false), w = weights(random_values(size_t(experts) * 2 * kF * kD, 0.1f), 2 * experts, kF, kD, true);
+  std::vector<uint16_t> dx(deep(), 0xFFFF);
   Arguments args = arguments(kF, kF, kD);
-  args.a = map_of(da.bytes.data(), 1, kF, kRows, 2);
-  args.b = map_of(w.bytes.data(), 1, kF, kD, 2, kExperts);
+  args.a = map_of(da.bytes.data(), 1, kF, num_rows, 2);
+  args.b = map_of(w.bytes.data(), 1, kF, kD, 2, experts);
   args.a_codes = da.codes.data();
   args.b_codes = w.codes.data();
-  args.out = map_of(dx.data(), 2, kD, kRows);
+  args.out = map_of(dx.data(), 2, kD, num_rows);
   run<kDgradGateUp>(args, seed);
   compare_rows("dx", dx.data(), kD, 3e-3,
                [&](int r, int e, int d) { return dot(da.parts[0], r, w.parts[2 * e], d) + dot(da.parts[1], r, w.parts[2 * e + 1], d); });
+  if (sides) {
+    std::vector<uint16_t> dx_n(deep(), 0xFFFF);
+    args.out = map_of(dx_n.data(), 2, kD, num_rows);
+    run_tokens_n<kDgradGateUp>(args, seed);
+    compare_sides("dx", 1, kD, dx, dx_n);
+  }
   return digest(dx.data(), 2 * dx.size());
 }
 
@@ -413,30 +491,30 @@ uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t
   std::vector<uint8_t> code_space(a.codes.size() + 16);
   uint8_t* a_codes = code_space.data() + (16 - reinterpret_cast<uintptr_t>(code_space.data()) % 16) % 16;
   std::memcpy(a_codes, a.codes.data(), a.codes.size());
-  const size_t size = size_t{kExperts} * halves * m_extent * n_extent;
+  const size_t size = size_t(experts) * halves * m_extent * n_extent;
   std::vector<float> dw(size, NAN), before(size, 0.0f);
   if (accumulate) {
     for (auto& v : before) v = std::normal_distribution<float>()(generator);
     dw = before;
   }
-  Arguments args = arguments(kRows, m_extent, n_extent);
-  args.a = map_of(a.bytes.data(), 1, kRows, m_extent, halves);
-  args.b = map_of(b.bytes.data(), 1, kRows, n_extent);
+  Arguments args = arguments(num_rows, m_extent, n_extent);
+  args.a = map_of(a.bytes.data(), 1, num_rows, m_extent, halves);
+  args.b = map_of(b.bytes.data(), 1, num_rows, n_extent);
   args.a_codes = a_codes;
   args.b_scales = aligned;
-  args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
+  args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, experts);
   args.dw = dw.data();
   args.accumulate = accumulate;
   run<kKind>(args, seed);
-  for (int e = 0; e < kExperts; ++e) {
+  for (int e = 0; e < experts; ++e) {
     std::vector<double> got, want;
     for (int half = 0; half < halves; ++half) {
       for (int m = 0; m < m_extent; ++m) {
         for (int n = 0; n < n_extent; ++n) {
           const size_t at = (size_t(e * halves + half) * m_extent + m) * n_extent + n;
           double sum = before[at];
-          for (int r = kStart[e]; r < kStart[e] + kCount[e]; ++r) {
-            sum += double{a.parts[half].values[size_t(m) * kRows + r]} * b.parts[0].values[size_t(n) * kRows + r];
+          for (int r = start_E[e]; r < start_E[e] + count_E[e]; ++r) {
+            sum += double{a.parts[half].values[size_t(m) * num_rows + r]} * b.parts[0].values[size_t(n) * num_rows + r];
           }
           got.push_back(dw[at]);
           want.push_back(sum);
@@ -456,6 +534,11 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
   if (name == "shared") return {Group::shared(base)};
   if (name == "taken") return {Group::taken(base)};
   if (name == "staging") return {Group::staging(base, 0), Group::staging(base, 1)};
+  if (name == "joint") {  // what the first store warp waits for besides its own consumer
+    std::vector<uint32_t> found;
+    for (int unit = 0; unit < MxTokensNConfig::kMaxUnits; ++unit) found.push_back(written_barrier<MxTokensNConfig>(base, 1, unit));
+    return found;
+  }
   std::fprintf(stderr, "unknown barrier %s\n", name.c_str());
   std::exit(2);
 }
@@ -468,16 +551,23 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: mx_host_kernels KIND SEED... [--without=FAULT]\n");
     return 2;
   }
-  const std::string kind = argv[1];
+  std::string kind = argv[1];
+  const std::string suffix = "_tokens_n";
+  const bool sides = kind.size() > suffix.size() && kind.substr(kind.size() - suffix.size()) == suffix;
+  if (sides) {
+    kind.resize(kind.size() - suffix.size());
+    set_groups({0, 1, 250, 31, 160, 192, 97});  // every width of a product, tiles that are full, that overflow and that end within 64 tokens
+    compare_factors();
+  }
   uint64_t first = 0;
   for (int i = 2; i < argc; ++i) {
     generator.seed(7);
     const uint32_t seed = static_cast<uint32_t>(std::atoi(argv[i]));
     uint64_t bits;
-    if (kind == "gate_up") bits = gate_up(seed);
-    else if (kind == "down") bits = down(seed);
+    if (kind == "gate_up") bits = gate_up(seed, sides);
+    else if (kind == "down") bits = down(seed, sides);
     else if (kind == "dgrad_down") bits = dgrad_down(seed);
-    else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(seed);
+    else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(seed, sides);
     else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(kD, kF, 1, false, seed);
     else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(kF, kD, 2, false, seed);
     else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(kD, kF, 1, true, seed);

@@ -51,8 +51,12 @@ def run_shapes(unwritten: bool) -> None:
             ("aligned", True, "recompute", "resident_512"),
             ("aligned", False, "gate_up_mx", "dispatched"),  # continues a buffer
             ("exact", False, "gate_up", "resident_128"),
+            ("aligned", True, "recompute", "tokens_n"),
         ):
-            ways = {"wgrad_down": way, "wgrad_gate_up": way}
+            products = ("wgrad_down", "wgrad_gate_up")
+            if way == "tokens_n":  # what goes straight to its tokens has rows on the M side
+                products = ("gate_up", "down", "dgrad_gate_up") if top_k > 1 else ("gate_up",)
+            ways = dict.fromkeys(products, way)
             layer = mx_c_api.MxLayer(tokens, top_k, experts, d, f, mode, wgrad_bf16, ways=ways)
             weights = layer.prepare(w_gate_up), layer.prepare(w_down)
             plan, saved = layer.schedule(expert.int().contiguous(), layer.new_plan()), layer.new_saved(save)

@@ -12,6 +12,7 @@ import pytest
 from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_race
 
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
+TOKENS_N = ["gate_up_tokens_n", "down_tokens_n", "dgrad_gate_up_tokens_n"]
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
@@ -25,7 +26,7 @@ def program():
     return build_program()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + TOKENS_N)
 def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
     done = subprocess.run([str(program), kind, "1", "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,6 +50,11 @@ FAULTS = [
         "write by the copy engine",
     ),  # a stage given back before its scales are read
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
+    ("sync:load", "down_tokens_n", "read by warp", "write by warp"),  # scales, written again by the fourth warp
+    ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
+    ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
+    ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
+    ("sync:fence", "down_tokens_n", "write by warp", "read by a bulk store"),
 ]
 
 
@@ -68,6 +74,17 @@ MUTATIONS = {
         "if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);",
         "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);",
     ),
+    "half of the tokens added before its products are done": (
+        "mx_tokens_n.h",
+        "finish_half<1, 0>(first, scales, empty);",
+        "finish_half<2, 0>(first, scales, empty);",
+    ),
+    "scales given back before they are read": (
+        "mx_tokens_n.h",
+        "finish_half<1, 1>(second, scales, empty);",
+        "finish_half<1, 1>(second, token_scales<Config>(base, ring.stage), empty);",
+    ),
+    "gate and up of other columns": ("gemm_tokens_n.h", "32 * p + 8 * (i / 2)", "32 * p + 8 * (i / 4)"),
 }
 
 
@@ -83,6 +100,6 @@ def test_emulator_notices(tmp_path, name):
     program = build_program(kernels)
     runs = [
         subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240)
-        for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up")
+        for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up", *TOKENS_N)
     ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]

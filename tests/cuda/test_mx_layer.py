@@ -152,10 +152,33 @@ def test_every_way_of_a_bf16_weight_gradient_has_equal_bits(name, mode):
             assert torch.equal(tiles[k], other[k]), k
 
 
-@pytest.mark.parametrize("ways", [{"gate_up": "gathered"}, {"wgrad_down": "resident_512"}], ids=str)
-def test_a_way_that_a_product_does_not_have_is_refused(ways):
-    with pytest.raises(RuntimeError, match="way is [25], must be one that this product has in MXFP8"):
-        Problem("top_k").run(ways=ways)
+@pytest.mark.parametrize("name", ["tiny_groups", "long_experts", "top_k", "outliers", "heavy_tails"])
+@pytest.mark.parametrize("save", ["gate_up", "gate_up_mx", "recompute"])
+@pytest.mark.parametrize("wgrad_bf16", [False, True], ids=["mx_wgrad", "bf16_wgrad"])
+def test_tokens_on_the_n_side_have_equal_bits(name, save, wgrad_bf16):
+    p = Problem(name)
+    rows = p.run("aligned", wgrad_bf16, save)
+    for products in (["gate_up"], ["down"], ["dgrad_gate_up"], ["gate_up", "down", "dgrad_gate_up"]):
+        if p.top_k == 1 and products != ["gate_up"]:
+            continue
+        other = p.run("aligned", wgrad_bf16, save, dirt=0x7F, ways=dict.fromkeys(products, "tokens_n"))
+        for k in NAMES:
+            assert torch.equal(rows[k], other[k]), (products, k)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ways"),
+    [
+        ("aligned", {"gate_up": "gathered"}),
+        ("aligned", {"wgrad_down": "resident_512"}),
+        ("aligned", {"dgrad_down": "tokens_n"}),
+        ("exact", {"down": "tokens_n"}),
+    ],
+    ids=str,
+)
+def test_a_way_that_a_product_does_not_have_is_refused(mode, ways):
+    with pytest.raises(RuntimeError, match="way is [235], must be one that this product has in MXFP8"):
+        Problem("top_k").run(mode, ways=ways)
 
 
 @pytest.mark.parametrize("mode", ["aligned", "exact"])

@@ -35,27 +35,61 @@ def test_products_are_not_serialised(products):
     assert not found, found
 
 
-@needs_nvcc
-@pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump is not on PATH")
-def test_product_loops_touch_no_local_memory(products):
+@pytest.fixture(scope="module")
+def loops(products):
+    """By kernel, the instructions of the innermost loop around each product, of every loop once."""
+    if CUOBJDUMP is None:
+        pytest.skip("cuobjdump is not on PATH")
     sass = subprocess.run([CUOBJDUMP, "-sass", str(products[0])], capture_output=True, text=True, check=True).stdout
-    functions = sass.split("Function :")[1:]
-    assert len(functions) == 8  # six kinds, two of them with two activation forms
-    for function in functions:
+    found = {}
+    for function in sass.split("Function :")[1:]:
         lines = [line for line in function.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,5}\*/", line)]
         at = {int(line.split("*/")[0].strip()[2:], 16): i for i, line in enumerate(lines)}
-        found = [i for i, line in enumerate(lines) if "QGMMA" in line]
-        assert len(found) == 8, "four products of K 32 for each half of the columns"
-        # The loop: from the target of the first backward branch after the last product that lies before the first one.
-        for i in range(found[-1], len(lines)):
-            target = re.search(r"BRA (?:\S+, )?(?:`\(\S+\)|0x([0-9a-f]+))", lines[i])
-            if target and target[1] and at.get(int(target[1], 16), len(lines)) <= found[0]:
-                loop = lines[at[int(target[1], 16)] : i + 1]
-                break
-        else:
-            pytest.fail("no loop around the products found")
-        local = [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
-        assert not local, (function.split()[0], local)
+        branches = [(i, re.search(r"BRA (?:\S+, )?(?:`\(\S+\)|0x([0-9a-f]+))", line)) for i, line in enumerate(lines)]
+        spans = [(at[int(to[1], 16)], i) for i, to in branches if to and to[1] and at.get(int(to[1], 16), i + 1) <= i]
+        around = set()
+        for product in (i for i, line in enumerate(lines) if "QGMMA" in line):
+            inside = [(first, last) for first, last in spans if first <= product <= last]
+            assert inside, (function.split()[0], "a product outside of any loop")
+            around.add(min(inside, key=lambda span: span[1] - span[0]))
+        found[function.split()[0]] = [lines[first : last + 1] for first, last in around]
+    return found
+
+
+# Instructions. What is longer is the loop over tiles, around the last K block with tokens on the N side.
+LONGEST_PRODUCT_LOOP = 450
+
+
+def product_loops(loops, program):
+    return {
+        name: [loop for loop in found if len(loop) <= LONGEST_PRODUCT_LOOP]
+        for name, found in loops.items()
+        if program in name
+    }
+
+
+@needs_nvcc
+def test_product_loops_touch_no_local_memory(loops):
+    on_m, on_n = product_loops(loops, "7MxRoles"), product_loops(loops, "9MxTokensN")
+    assert (len(on_m), len(on_n)) == (8, 4)  # six and three kinds, those with an activation in two forms
+    for name, found in (on_m | on_n).items():
+        assert len(found) == (1 if name in on_m else 5), (name, "a loop for each width of the product")
+        for loop in found:
+            assert sum("QGMMA" in line for line in loop) == 8, "four products of K 32 for each half of the columns"
+            local = [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
+            assert not local, (name, local)
+
+
+@needs_nvcc
+def test_one_half_of_the_tokens_is_multiplied_while_the_other_is_added(loops):
+    for name, found in product_loops(loops, "9MxTokensN").items():
+        for loop in found:
+            words = ["product" if "QGMMA" in line else "wait" if "DEPBAR.LE gsb" in line else "" for line in loop]
+            assert [word for word in words if word] == (["product"] * 4 + ["wait"]) * 2, name
+            assert all("gsb0, 0x1" in line for line in loop if "DEPBAR.LE gsb" in line), (name, "one group goes on")
+            first, second = (i for i, word in enumerate(words) if word == "wait")
+            for between in (loop[first:second], loop[second:] + loop[:first]):
+                assert sum(" FFMA " in line for line in between) >= 8, (name, "additions on either side")
 
 
 @needs_nvcc
@@ -71,6 +105,6 @@ def test_quantisers_spill_next_to_nothing(name, tmp_path):
 def test_instructions_stay_in_the_instruction_layer():
     """Roles and epilogues must also build for the host twin: no inline PTX and no CUDA built-ins outside isa/."""
     words = r"\basm\b|\bthreadIdx\b|\bblockIdx\b|__shfl|__sync|__device__|__shared__"
-    for name in ("mx_epilogue.h", "mx_roles.h"):
+    for name in ("mx_epilogue.h", "mx_roles.h", "mx_tokens_n.h"):
         found = re.findall(words, (KERNELS / name).read_text())
         assert not found, (name, found)

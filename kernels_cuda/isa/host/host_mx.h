@@ -7,13 +7,13 @@
 namespace moe {
 
 struct HostMx : Host {
-  template <bool kFirst>
-  static void mma_e4m3(float (&acc)[64], uint64_t desc_a, uint64_t desc_b) {
+  template <bool kFirst, int kCount>
+  static void mma_e4m3(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
     const int block = host::block(), group = host::thread() / 128;
     host::meet(1000 + group, host::thread() % 128, 128, "mma_e4m3", desc_a * 31 + desc_b, acc, [=](void** data) {
       for (int i = 0; i < 128; ++i) host::product_reads(element_address(desc_a, i / 2, i % 2 * 16), 16);
-      for (int i = 0; i < 256; ++i) host::product_reads(element_address(desc_b, i / 2, i % 2 * 16), 16);
-      host::queue_product(group, data, 64, [=](const host::Accumulators& accs) { product(block, accs, desc_a, desc_b, kFirst); });
+      for (int i = 0; i < 4 * kCount; ++i) host::product_reads(element_address(desc_b, i / 2, i % 2 * 16), 16);
+      host::queue_product(group, data, kCount, [=](const host::Accumulators& accs) { product(block, accs, 2 * kCount, desc_a, desc_b, kFirst); });
     });
   }
   static uint32_t load_code(const uint8_t* address) { return *address; }
@@ -45,15 +45,15 @@ struct HostMx : Host {
     return mx::from_e4m3(*host::shared(block, element_address(desc, row, k), 1));
   }
 
-  static void product(int block, const host::Accumulators& accs, uint64_t desc_a, uint64_t desc_b, bool first) {
-    std::vector<float> b(128 * 32);
-    for (int j = 0; j < 128; ++j) {
+  static void product(int block, const host::Accumulators& accs, int columns, uint64_t desc_a, uint64_t desc_b, bool first) {
+    std::vector<float> b(static_cast<size_t>(columns) * 32);
+    for (int j = 0; j < columns; ++j) {
       for (int k = 0; k < 32; ++k) b[j * 32 + k] = element(block, desc_b, j, k);
     }
     for (int i = 0; i < 64; ++i) {
       float a[32];
       for (int k = 0; k < 32; ++k) a[k] = element(block, desc_a, i, k);
-      for (int j = 0; j < 128; ++j) {
+      for (int j = 0; j < columns; ++j) {
         float& d = accs[i / 16 * 32 + i % 8 * 4 + j % 8 / 2][j / 8 * 4 + i % 16 / 8 * 2 + j % 2];
         if (first) d = 0.0f;
         for (int k = 0; k < 32; ++k) d += a[k] * b[j * 32 + k];

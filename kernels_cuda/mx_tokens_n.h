@@ -1,0 +1,184 @@
+// The FP8 products with tokens on the N side, for experts with few rows: loader, results and store warps of gemm_tokens_n.h, and the same bits as
+// mx_roles.h. A block has 128 weight columns (kGateUp: 64 of gate and of up) by up to 192 tokens, a consumer 64 of them, because each K block is
+// summed in temporaries of its own and then added to the sums: two sets, half of the tokens each, so that one is multiplied while the other is
+// added. BF16 results leave; h is quantised after the product.
+//
+// A scale per token is one per column of the accumulators. The fourth warp turns the codes of a K block into BF16 numbers beside its stage, in
+// the order of the lanes that will want them, so that a consumer reads two scales with four bytes and unpacks each in one operation.
+#pragma once
+
+#include "gemm_tokens_n.h"
+#include "mx_roles.h"
+
+namespace moe {
+
+struct MxTokensNConfig : TokensNShape<128, 5> {
+  static constexpr int kBlockK = 128;
+  static constexpr int kElementBytes = 1;
+  static constexpr bool kOnlyKMajor = true;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kJointRows = 8;  // of a box of gate or of up
+
+  // Of each stage: BF16 scales of its tokens, then two FP32 ones of the weights.
+  static constexpr int kLaneScales = kTokens / 4;  // of the tokens that a lane has in its accumulators
+  static constexpr int kWeightScales = 2 * kTokens;
+  static constexpr int kScaleBytes = kWeightScales + 16;
+  static constexpr int kSharedBytes = kTableOffset + kStages * kScaleBytes;
+
+  static_assert(kTableOffset % 8 == 0 && kScaleBytes % 8 == 0 && kLaneScales % 4 == 0, "scales are read in pieces of eight bytes");
+  static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+};
+
+// Where the scales of a stage lie.
+template <class Config>
+MOE_FN uint32_t token_scales(uint32_t base, uint32_t stage) {
+  return base + Config::kTableOffset + stage * Config::kScaleBytes;
+}
+
+// Fourth warp, one task: the scales of each K block. A lane has 16 neighbouring tokens, which are four values of each lane of a quad. The codes of
+// tokens past the expert's count, and scales that no lane writes, are whatever they are: columns of a product do not meet.
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void scale_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
+  const Task tile = block_tile<Config>(task, kKind, rank);
+  const int k_blocks = task_k_blocks<kKind, Config>(task, args);
+  const uint32_t lane = Isa::lane_index();
+  const bool mine = 16 * static_cast<int>(lane) < tile_tokens<Config>(tile);
+  const WeightCodes<kKind, 1> weights(args, tile);
+  const uint8_t* const weight_codes = weights.codes[lane % 2 < weights.kCount ? lane % 2 : 0];
+  const uint8_t* codes = args.a_codes + tile.row0 + (mine ? 16 * lane : 0);
+  wait_ready<Isa>(tile, args);
+  auto tokens = Isa::load_global_vector(codes);
+  uint32_t weight = Isa::load_code(weight_codes);
+  MOE_NO_UNROLL
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    const uint32_t four[4] = {tokens.x, tokens.y, tokens.z, tokens.w};
+    const float weight_scale = mx::finite_scale_value(weight);
+    if (kb + 1 < k_blocks) {  // arrives while this warp waits for a stage
+      codes += args.num_rows;
+      tokens = Isa::load_global_vector(codes);
+      weight = Isa::load_code(weight_codes + weights.at(kb + 1));
+    }
+    Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
+    const uint32_t scales = token_scales<Config>(ring.base, ring.stage);
+    if (mine) {
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t selector = i % 2 ? 0x4342u : 0x4140u;
+        const uint32_t first = mx::bf16_scales(mx::permute_bytes(four[i / 2], 0, selector));
+        const uint32_t second = mx::bf16_scales(mx::permute_bytes(four[2 + i / 2], 0, selector));
+        Isa::store_float2(scales + 2 * Config::kLaneScales * i + 8 * lane, mx::float_of(first), mx::float_of(second));
+      }
+    }
+    if (lane < 2) Isa::store_word(scales + Config::kWeightScales + 4 * lane, mx::bits_of(weight_scale));
+    Isa::barrier_arrive(ring.full());
+    ring.advance();
+  }
+  follow(tile_units<Config>(tile), ring);
+}
+
+template <Kind kKind, bool kPlain, class Isa, class Config>
+struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
+  using Base = TokensNSums<kKind, kPlain, Isa, Config>;
+  using Base::Base;
+  using Base::acc, Base::base, Base::consumer, Base::lane;
+
+  // Starts the products of one K block with half of the tokens.
+  template <int kCount>
+  MOE_FN void start_half(float (&part)[kCount], uint32_t stage, int half) const {
+    const uint64_t weights = panel_descriptor(stage + consumer * kPanelBytes, false);
+    const uint64_t tokens = panel_descriptor(stage + Config::kPanelsA * kPanelBytes + half * 2 * kCount * kPanelRowBytes, false);
+    constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
+    Isa::mma_fence();
+    Isa::template mma_e4m3<true>(part, weights, tokens);
+    MOE_UNROLL
+    for (int k = 1; k < 4; ++k) Isa::template mma_e4m3<false>(part, weights + k * kStep, tokens + k * kStep);
+    Isa::mma_commit();
+  }
+
+  // Waits until only the products started after this half's are under way, kPending groups of them, and adds it. The second half is the last to
+  // read its stage.
+  template <int kPending, int kHalf, int kCount>
+  MOE_FN void finish_half(const float (&part)[kCount], uint32_t scales, uint32_t empty) {
+    constexpr int kPieces = kCount / 8;  // of four scales
+    uint32_t pair[kPieces][2];
+    MOE_UNROLL
+    for (int i = 0; i < kPieces; ++i) {  // before the wait, so that they come for nothing
+      float two[2];
+      Isa::load_float2(scales + 2 * Config::kLaneScales * (lane % 4) + kCount * kHalf + 8 * i, two[0], two[1]);
+      pair[i][0] = mx::bits_of(two[0]);
+      pair[i][1] = mx::bits_of(two[1]);
+    }
+    float weight[2];
+    Isa::load_float2(scales + Config::kWeightScales, weight[0], weight[1]);
+    Isa::template mma_wait<kPending>();
+    if (kHalf == 1) {
+      Isa::warp_sync();  // all lanes have read their scales
+      Ring<Isa, Config>::release(empty);
+    }
+    MOE_UNROLL
+    for (int j = 0; j < kCount / 4; ++j) {
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float token = i % 2 ? Isa::bf16_hi(pair[j / 2][j % 2]) : Isa::bf16_lo(pair[j / 2][j % 2]);
+        const float factor = Isa::mul(token, weight[kKind == kGateUp ? i / 2 : 0]);  // exact, as mx::product_scale
+        float& sum = acc[0][kCount * kHalf + 4 * j + i];
+        sum = Isa::fma(part[4 * j + i], factor, sum);
+      }
+    }
+  }
+
+  // All K blocks of a task on kN tokens: one half is multiplied while the other is added.
+  template <int kN>
+  MOE_FN void multiply(int k_blocks, Ring<Isa, Config>& ring) {
+    float first[kN / 4], second[kN / 4];
+    Isa::barrier_wait(ring.full(), ring.phase);
+    start_half(first, ring.data(), 0);
+    int left = 2 * k_blocks - 1;  // halves to be started; odd
+    MOE_NO_UNROLL
+    for (; left > 1; left -= 2) {
+      const uint32_t scales = token_scales<Config>(base, ring.stage), empty = ring.empty();
+      start_half(second, ring.data(), 1);
+      finish_half<1, 0>(first, scales, empty);
+      ring.advance();
+      Isa::barrier_wait(ring.full(), ring.phase);
+      start_half(first, ring.data(), 0);
+      finish_half<1, 1>(second, scales, empty);
+    }
+    // Never taken. Without it the compiler makes one piece of the loop's head and the tail, which begin alike, and ptxas then no longer sees which
+    // products are under way, and makes each wait for the one before.
+    if (left < 1) return Isa::template mma_wait<0>();
+    const uint32_t scales = token_scales<Config>(base, ring.stage), empty = ring.empty();
+    start_half(second, ring.data(), 1);
+    finish_half<1, 0>(first, scales, empty);
+    finish_half<0, 1>(second, scales, empty);
+    ring.advance();
+  }
+
+  template <class Arguments>
+  MOE_FN void run(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
+    const Task tile = block_tile<Config>(task, kKind, rank);
+    const int k_blocks = task_k_blocks<kKind, Config>(task, args);
+    MOE_UNROLL
+    for (int i = 0; i < Config::kAcc; ++i) acc[0][i] = 0.0f;
+    with_width(tile_tokens<Config>(tile), [&](auto width) { multiply<decltype(width)::value>(k_blocks, ring); });
+    this->write(tile, args, ring);
+  }
+};
+
+// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
+template <Kind kKind, bool kPlain, class Isa>
+struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfig, MxTokensNConsumer<kKind, kPlain, Isa, MxTokensNConfig>> {
+  using Config = MxTokensNConfig;
+  static constexpr bool kFourthWarp = true;
+  static constexpr uint32_t kFullArrivals = 1 + kGatherLanes;
+
+  template <class Batch>
+  static MOE_FN void gather(const Batch& batch, uint32_t base) {
+    Ring<Isa, Config> ring(base);
+    MxTokensN::each_task(batch, [&](const Task& task, const auto& args) { scale_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+  }
+};
+
+}  // namespace moe
