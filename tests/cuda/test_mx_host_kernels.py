@@ -50,7 +50,12 @@ FAULTS = [
         "write by the copy engine",
     ),  # a stage given back before its scales are read
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
-    ("sync:load", "down_tokens_n", "read by warp", "write by warp"),  # scales, written again by the fourth warp
+    (
+        "sync:load",
+        "down_tokens_n",
+        "read by warp",
+        "write by the fourth warp",
+    ),  # scales, written again by the fourth warp
     ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
