@@ -12,7 +12,7 @@ OLDEST_TESTS = $(addprefix tests/, test_config.py test_data_packing.py test_rout
 NATIVE_SOURCES := $(shell find CMakeLists.txt cmake ffi kernels_cuda -type f 2>/dev/null)
 INSTALL = scripts/install.sh
 # One process per core of the smallest machine; a file stays in one process, so that it compiles its programs once.
-WORKERS ?= -n 2 --dist loadfile
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train test test-all test-oldest cuda test-cuda-host test-cuda lint sanitize bench-cpu lock
 

@@ -1,4 +1,5 @@
-"""Test session set-up: eight CPU devices for sharding tests, and the rules for slow and GPU tests."""
+"""Test session set-up: eight CPU devices for sharding tests, the rules for slow and GPU tests, what is compiled quickly, and
+which files come first."""
 
 import os
 import shutil
@@ -26,7 +27,48 @@ def _gpu_missing() -> str | None:
         return f"no GPU is visible to JAX ({str(error).splitlines()[0]})"
 
 
+# Files that take longest, seconds of CPU on 2 cores: begun last, they would leave the other process idle. Files without a
+# figure come after them.
+SECONDS = {
+    "test_cases.py": 80, "test_moe_transport.py": 64, "test_training_sharding.py": 50, "test_mxfp8_rates.py": 48,
+    "test_moe.py": 40, "test_moe_sharding.py": 40, "test_distributed.py": 40, "test_train_cli.py": 34, "test_estimate.py": 34,
+    "test_generate.py": 30, "test_nn.py": 30, "test_decoder.py": 28, "test_training_step.py": 25, "test_mxfp8_experts.py": 24,
+    "test_mesh_compiled.py": 21, "test_native_layer.py": 21, "test_routing.py": 20, "test_selftest.py": 20,
+    "test_step_compiled.py": 18, "test_attention.py": 15, "test_watchdog.py": 15, "test_mxfp8_matmul.py": 14,
+    "test_moe_compiled.py": 12, "test_native_errors.py": 10, "test_native_module.py": 10,
+}  # fmt: skip
+
+
+def _compiles_quickly(item) -> bool:
+    return item.get_closest_marker("quick_compile") is not None and not item.config.getoption("--slow")
+
+
+def _order(item) -> tuple[bool, int]:
+    """Programs compiled as users' are come first: none of their tests then runs what was compiled quickly before."""
+    return _compiles_quickly(item), -SECONDS.get(item.path.name, 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Leaves out LLVM's optimisations, a third of the compiling, where a test is marked so and --slow is not given.
+
+    In the test's process and in those that it starts.
+    """
+    if not _compiles_quickly(item):
+        return (yield)
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            return (yield)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=_order)
     gpu_reason = _gpu_missing() if any("gpu" in item.keywords for item in items) else None
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):

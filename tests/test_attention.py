@@ -13,6 +13,8 @@ from moejax.ops.rope import rope_turns, rotate
 from tests.hlo_checks import collectives
 from tests.tracing import shapes
 
+pytestmark = pytest.mark.quick_compile
+
 B, L, N, C, H = 2, 45, 6, 3, 8
 
 

@@ -16,6 +16,8 @@ from moejax.ops.routing import route
 from moejax.ops.spec import MoESpec
 from tests import routing_oracle as oracle
 
+pytestmark = pytest.mark.quick_compile
+
 EXPERTS, TOP_K = 6, 2
 
 

@@ -20,6 +20,8 @@ from moejax.ops.spec import moe_spec
 from tests import decoder_oracle
 from tests.tracing import equations
 
+pytestmark = pytest.mark.quick_compile
+
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=41, d_model=32, num_layers=3, dense_layers=1, dense_width=40, num_heads=4, num_kv_heads=2, head_dim=12,

@@ -10,6 +10,8 @@ from jax.sharding import AxisType
 
 from moejax.ops.linear import linear
 
+pytestmark = pytest.mark.quick_compile
+
 B, L, I, O = 8, 6, 40, 16
 
 

@@ -10,6 +10,8 @@ import pytest
 from moejax.ops.loss import cross_entropy
 from tests.tracing import shapes
 
+pytestmark = pytest.mark.quick_compile
+
 B, L, D, V = 3, 11, 16, 37
 
 

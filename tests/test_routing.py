@@ -17,6 +17,8 @@ from moejax.ops.routing import make_hash_table, route, router_logits
 from moejax.ops.spec import MoESpec
 from tests import routing_oracle as oracle
 
+pytestmark = pytest.mark.quick_compile
+
 ROUTERS = {
     "softmax_norm": RouterConfig(top_k=2),
     "softmax_scaled": RouterConfig(top_k=3, norm_topk=False, route_scale=2.5),

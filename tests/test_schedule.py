@@ -15,6 +15,8 @@ from moejax.config import RouterConfig
 from moejax.ops.schedule import capacity, dropped_rows, minibatches, rows_bound, schedule, stable_sort
 from moejax.ops.spec import MoESpec
 
+pytestmark = pytest.mark.quick_compile
+
 
 def spec_of(experts, top_k, **more):
     return MoESpec(experts, 8, 8, router=RouterConfig(top_k=top_k, norm_topk=top_k > 1), **more)

@@ -58,15 +58,24 @@ def batch_of(config, index):
     return split_batch(tiny_batch(config, index), config.training.micro_batches)
 
 
+@functools.cache
+def made(config, mesh):
+    """The first state and the step, not donating: tests of the same config and mesh share one program."""
+    state = create_state(config, mesh)
+    if mesh is None:
+        return state, jax.jit(make_step(make_skeleton(config), config), compiler_options=QUICK)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    step = make_step(make_skeleton(config), config)
+    return state, jax.jit(step, out_shardings=(shardings, None), compiler_options=QUICK)
+
+
 def run(config, mesh=None, steps=1):
     """Parameters before and after, by name (FP64), and the metrics of the last step."""
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        state = create_state(config, mesh)
+        state, step = made(config, mesh)
         before = state.params
-        if mesh is None:
-            step = jax.jit(make_step(make_skeleton(config), config), compiler_options=QUICK)
-        else:
-            step = lowered(config, mesh).compile(QUICK)
         for index in range(steps):
             state, metrics = step(state, batch_of(config, index))
         as_fp64 = lambda tree: {k: np.asarray(v, np.float64) for k, v in named_leaves(jax.device_get(tree)).items()}  # noqa: E731
@@ -303,13 +312,9 @@ def test_no_device_ever_holds_a_whole_expert_stack_when_the_state_is_made():
 
 
 def test_a_step_is_compiled_once():
-    config = config_of(micro_batches=1)
-    with jax.set_mesh(mesh := mesh_of(fsdp=2, expert=2)):
-        state = create_state(config, mesh)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        step = jax.jit(
-            make_step(make_skeleton(config), config), out_shardings=(shardings, None), compiler_options=QUICK
-        )
+    config = config_of()
+    with jax.set_mesh(mesh := mesh_of(**MESHES[0])):
+        state, step = made(config, mesh)
         for index in range(3):
             state, _ = step(state, batch_of(config, index))
     assert step._cache_size() == 1 and int(state.step) == 3
