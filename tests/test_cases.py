@@ -19,17 +19,7 @@ CASES = {
 }
 
 
-# The areas whose checks compare bits between programs, or what XLA's arithmetic does to MXFP8's exact steps.
-AS_USERS_COMPILE = ("gradients", "mxfp8")
-
-
-@pytest.mark.parametrize(
-    "case_id",
-    [
-        pytest.param(case_id, marks=() if area in AS_USERS_COMPILE else pytest.mark.quick_compile)
-        for case_id, (area, _) in CASES.items()
-    ],
-)
+@pytest.mark.parametrize("case_id", CASES)
 def test_case(case_id):
     area, case = CASES[case_id]
     checks = importlib.import_module(f"tests.case_checks.{area}").CHECKS

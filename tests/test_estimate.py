@@ -20,8 +20,6 @@ from moejax.estimate.work import links, roofline, work
 from moejax.mesh import AXES
 from tests.test_train_cli import ROOT, environment
 
-pytestmark = pytest.mark.quick_compile
-
 D, F, E, V, LAYERS = 128, 192, 8, 512, 3
 
 

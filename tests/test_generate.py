@@ -18,8 +18,6 @@ from moejax.generate import _generate, generate, generate_text, load_run, main
 from moejax.training.state import create_state, make_skeleton
 from tests.test_decoder import CONFIG, SMALL, parts, relative
 
-pytestmark = pytest.mark.quick_compile
-
 PROMPT = np.random.default_rng(5).integers(0, 41, size=(2, 6))
 
 

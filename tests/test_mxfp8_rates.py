@@ -98,7 +98,6 @@ def metrics_of(recipe="mxfp8", mesh=None, micro_batches=1, remat="minimal", name
 NAMES = ["mx_saturation_dy", "mx_saturation_x", "mx_underflow_dy", "mx_underflow_x"]
 
 
-@pytest.mark.quick_compile
 def test_rates_of_a_step_do_not_depend_on_how_the_batch_is_cut():
     whole = metrics_of()
     mesh = make_mesh(MeshConfig(data=2, expert=2), 8, jax.devices()[:4], axis_type=jax.sharding.AxisType.Auto)

@@ -18,8 +18,6 @@ from moejax.nn.param import declare
 from moejax.ops.activation import gated
 from moejax.ops.mlp import gated_mlp
 
-pytestmark = pytest.mark.quick_compile
-
 B, L, D, E, F, V = 8, 6, 16, 8, 24, 11
 CONFIG = MoEConfig(
     num_experts=E,

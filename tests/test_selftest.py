@@ -16,8 +16,6 @@ from moejax.config import RouterConfig
 from moejax.ops import backends, experts_native, experts_xla
 from moejax.ops.spec import MoESpec
 
-pytestmark = pytest.mark.quick_compile
-
 
 def small(monkeypatch, *recipes):
     """Only the plain case of each recipe: the whole list takes a minute."""

@@ -21,8 +21,6 @@ from moejax.checkpoint import named_leaves
 from moejax.training.metrics import read_records
 from train import main as command_line
 
-pytestmark = pytest.mark.quick_compile
-
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 12
 

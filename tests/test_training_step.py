@@ -13,8 +13,6 @@ from moejax.training.state import create_state, make_skeleton
 from moejax.training.step import first_bad_gradient, make_step, split_batch
 from tests.tiny import VOCAB, tiny_batch, tiny_config
 
-pytestmark = pytest.mark.quick_compile
-
 CLIP = 0.05
 RATE = 2.0**14  # so large that the FP32 difference of parameters is the gradient to 1e-7
 
