@@ -1,5 +1,5 @@
-// The launches around the products of a layer as plain loops: what kernels_cuda's rows.h, task_list.h and quantize.h declare, for a layer
-// that runs on a host emulator. Written from those contracts, not from the kernels. The stream is ignored.
+// The launches around the products of a layer as plain loops: what kernels_cuda's rows.h, bias.h, task_list.h and quantize.h declare, for a
+// layer that runs on a host emulator. Written from those contracts, not from the kernels. The stream is ignored.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bias.h"
 #include "isa/host/host.h"
 #include "quantize.h"
 #include "rows.h"
@@ -63,16 +64,141 @@ Status sum_weight_partials(const LayerShape& s, const float* partial_CxM, const 
   return {};
 }
 
-// Form::kMx with interleaved codes, elements in the layout of the source. As the kernels, whole tiles of 128 rows at a time.
+Status zero_unrouted(const LayerShape& s, const Plan& plan, uint16_t* y_TxD, cudaStream_t) {
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    const int32_t* rows = plan.row_TxK + t * s.top_k;
+    if (std::all_of(rows, rows + s.top_k, [](int32_t row) { return row < 0; })) std::fill_n(y_TxD + t * s.d_model, s.d_model, uint16_t{0});
+  }
+  return {};
+}
+
+Status bias_gradients(const LayerShape& s, const Plan& plan, const uint16_t* d_gate_up_2xMxF, const uint16_t* dy_TxD, const float* weight_TxK,
+                      float* db_gate_up_Ex2xF, float* db_down_ExD, bool accumulate, cudaStream_t) {
+  for (int64_t e = 0; e < s.experts; ++e) {
+    if (!accumulate) {
+      std::fill_n(db_gate_up_Ex2xF + 2 * e * s.width, 2 * s.width, 0.0f);
+      std::fill_n(db_down_ExD + e * s.d_model, s.d_model, 0.0f);
+    }
+    for (int64_t row = plan.start_E[e]; row < plan.start_E[e] + plan.count_E[e]; ++row) {
+      for (int64_t half = 0; half < 2; ++half) {
+        const uint16_t* from = d_gate_up_2xMxF + (half * s.rows + row) * s.width;
+        for (int64_t f = 0; f < s.width; ++f) db_gate_up_Ex2xF[(2 * e + half) * s.width + f] += widen_bf16(from[f]);
+      }
+      const int64_t slot = plan.slot_M[row];
+      const uint16_t* dy = dy_TxD + slot / s.top_k * s.d_model;
+      for (int64_t d = 0; d < s.d_model; ++d) db_down_ExD[e * s.d_model + d] += weight_TxK[slot] * widen_bf16(dy[d]);
+    }
+  }
+  return {};
+}
+
+Status bias_weight_partial(const LayerShape& s, const Plan& plan, const uint16_t* dy_TxD, const float* b_down_ExD, float* partial_M,
+                           cudaStream_t) {
+  for (int64_t e = 0; e < s.experts; ++e) {
+    for (int64_t row = plan.start_E[e]; row < plan.start_E[e] + plan.count_E[e]; ++row) {
+      const uint16_t* dy = dy_TxD + plan.slot_M[row] / s.top_k * s.d_model;
+      partial_M[row] = 0.0f;
+      for (int64_t d = 0; d < s.d_model; ++d) partial_M[row] += widen_bf16(dy[d]) * b_down_ExD[e * s.d_model + d];
+    }
+  }
+  return {};
+}
+
+// 128 rows of a matrix as one output. Lines are what shares no scale: rows, or columns; blocks lie along the other axis.
+class QuantizedTile {
+ public:
+  QuantizedTile(const QuantizeSource& source, const MxOutput& out, bool columns, int64_t matrix, int64_t row0, const float* values)
+      : s_(source), out_(out), columns_(columns), matrix_(matrix), row0_(row0), values_(values) {
+    const int64_t wide = (s_.columns + 127) / 128 * 128, tall = (s_.rows + 127) / 128 * 128;
+    lines_ = columns ? wide : 128;
+    all_lines_ = columns ? wide : tall;
+    blocks_ = (columns ? 128 : wide) / 32;
+    all_groups_ = (columns ? tall : wide) / 128;
+    common_codes_.resize(static_cast<size_t>(lines_ * blocks_ / 4));
+    for (int64_t line = 0; line < lines_; ++line) {
+      for (int64_t block = 0; block < blocks_; ++block) {
+        uint32_t amax = 0;
+        for (int64_t i = 32 * block; i < 32 * block + 32; ++i) amax = std::max(amax, mx::bits_of(value(line, i)) & 0x7FFFFFFFu);
+        codes_.push_back(mx::scale_code(amax));
+        uint32_t& common = common_codes_[group(line, block)];
+        common = std::max(common, codes_.back());
+      }
+    }
+  }
+  void write() const {
+    for (int64_t line = 0; line < lines_; ++line) {
+      for (int64_t block = 0; block < blocks_; ++block) {
+        write_code(line, block);
+        for (int64_t i = 32 * block; i < 32 * block + 32; ++i) write_element(line, i);
+      }
+    }
+  }
+
+ private:
+  float value(int64_t line, int64_t i) const {
+    const int64_t r = columns_ ? i : line, c = columns_ ? line : i;
+    return c < s_.columns ? values_[r * s_.columns + c] : 0.0f;
+  }
+  uint32_t code(int64_t line, int64_t block) const { return codes_[static_cast<size_t>(line * blocks_ + block)]; }
+  // The largest of the four blocks around this one, in kAlignedTile of 128 lines.
+  size_t group(int64_t line, int64_t block) const {
+    return static_cast<size_t>((out_.form == Form::kAlignedTile ? line / 128 : line) * (blocks_ / 4) + block / 4);
+  }
+  uint32_t common_code(int64_t line, int64_t block) const { return common_codes_[group(line, block)]; }
+  void write_code(int64_t line, int64_t block) const {
+    if (out_.form == Form::kDequantized) return;
+    const int64_t at_line = columns_ ? line : row0_ + line, at_block = columns_ ? row0_ / 32 + block : block;
+    if (out_.form == Form::kMx) {
+      const int64_t length = columns_ ? s_.rows : s_.columns;
+      out_.codes[matrix_ * mx::interleaved_offset(all_lines_, 0, length) + mx::interleaved_offset(at_line, at_block, length)] =
+          static_cast<uint8_t>(code(line, block));
+      return;
+    }
+    if (block % 4 != 0) return;
+    const uint32_t common = common_code(line, block);
+    const int64_t at_group = matrix_ * all_groups_ + at_block / 4;
+    if (out_.form == Form::kAlignedTile) {
+      out_.codes[(matrix_ * (all_lines_ / 128) + at_line / 128) * all_groups_ + at_block / 4] = static_cast<uint8_t>(common);
+    } else if (out_.layout == CodeLayout::kFragment) {
+      const int64_t at = at_group * all_lines_ + at_line / 128 * 128 + mx::fragment_position(static_cast<int>(at_line % 128));
+      reinterpret_cast<uint16_t*>(out_.codes)[at] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(common)) >> 16);
+    } else {
+      out_.codes[at_group * all_lines_ + at_line] = static_cast<uint8_t>(common);
+    }
+  }
+  void write_element(int64_t line, int64_t i) const {
+    const int64_t r = row0_ + (columns_ ? i : line), c = columns_ ? line : i;
+    if (r >= s_.rows || c >= s_.columns) return;
+    const int64_t at = out_.transposed ? (matrix_ * s_.columns + c) * s_.rows + r : (matrix_ * s_.rows + r) * s_.columns + c;
+    const uint32_t scale = code(line, i / 32), byte = mx::to_e4m3(value(line, i) * mx::reciprocal_scale(scale));
+    if (out_.form == Form::kDequantized) {
+      static_cast<uint16_t*>(out_.elements)[at] = Host::bf16(mx::from_e4m3(byte) * mx::scale_value(scale));
+    } else if (out_.form == Form::kMx) {
+      static_cast<uint8_t*>(out_.elements)[at] = static_cast<uint8_t>(byte);
+    } else {
+      const uint32_t factor = mx::rebase_factor(scale, common_code(line, i / 32));
+      static_cast<uint8_t*>(out_.elements)[at] = static_cast<uint8_t>(mx::rebase_e4m3(byte, factor));
+    }
+  }
+
+  const QuantizeSource& s_;
+  const MxOutput& out_;
+  const bool columns_;
+  const int64_t matrix_, row0_;
+  const float* const values_;
+  int64_t lines_, all_lines_, blocks_, all_groups_;  // of this tile, and of the matrix; blocks of 32, groups of 128
+  std::vector<uint32_t> codes_, common_codes_;
+};
+
+// Every form of a source without NaN, but kMx with plain codes. As the kernels, whole tiles of 128 rows at a time.
 Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t) {
   const int64_t R = source.rows, C = source.columns;
   std::vector<float> tile(static_cast<size_t>(128 * C));
   for (int64_t matrix = 0; matrix < source.batch; ++matrix) {
     for (int64_t row0 = 0; row0 < R; row0 += 128) {
       if (source.slot_M != nullptr && source.slot_M[row0] < 0) continue;
-      const int64_t lines = std::min<int64_t>(128, R - row0);
       std::fill(tile.begin(), tile.end(), 0.0f);
-      for (int64_t r = 0; r < lines; ++r) {
+      for (int64_t r = 0; r < std::min<int64_t>(128, R - row0); ++r) {
         const int32_t slot = source.slot_M == nullptr ? 0 : source.slot_M[row0 + r];
         if (slot < 0) continue;
         const int64_t from = source.gather > 0 ? slot / source.gather : matrix * R + row0 + r;
@@ -84,28 +210,43 @@ Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxO
       for (const bool columns : {false, true}) {
         const MxOutput& out = columns ? by_columns : by_rows;
         if (out.form == Form::kNone) continue;
-        if (out.form != Form::kMx || out.layout != CodeLayout::kInterleaved || out.transposed) return {"quantize: not a form of this host"};
-        const int64_t across = columns ? C : lines, padded = (across + 127) / 128 * 128, along = columns ? 128 : (C + 127) / 128 * 128;
-        const int64_t table = columns ? mx::interleaved_offset((C + 127) / 128 * 128, 0, R) : mx::interleaved_offset((R + 127) / 128 * 128, 0, C);
-        auto value = [&](int64_t line, int64_t i) {
-          const int64_t r = columns ? i : line, c = columns ? line : i;
-          return r < 128 && c < C ? tile[static_cast<size_t>(r * C + c)] : 0.0f;
-        };
-        for (int64_t line = 0; line < padded; ++line) {
-          for (int64_t block = 0; block < along; block += 32) {
-            uint32_t amax = 0;
-            for (int64_t i = block; i < block + 32; ++i) amax = std::max(amax, mx::bits_of(value(line, i)) & 0x7FFFFFFFu);
-            const uint32_t code = mx::scale_code(amax);
-            const int64_t at = columns ? mx::interleaved_offset(line, (row0 + block) / 32, R) : mx::interleaved_offset(row0 + line, block / 32, C);
-            out.codes[matrix * table + at] = static_cast<uint8_t>(code);
-            for (int64_t i = block; i < block + 32; ++i) {
-              const int64_t r = columns ? i : line, c = columns ? line : i;
-              if (r >= lines || c >= C) continue;
-              const uint32_t byte = mx::to_e4m3(value(line, i) * mx::reciprocal_scale(code));
-              static_cast<uint8_t*>(out.elements)[(matrix * R + row0 + r) * C + c] = static_cast<uint8_t>(byte);
-            }
-          }
-        }
+        if (out.form == Form::kMx && out.layout != CodeLayout::kInterleaved) return {"quantize: not a form of this host"};
+        QuantizedTile(source, out, columns, matrix, row0, tile.data()).write();
+      }
+    }
+  }
+  return {};
+}
+
+Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
+                          uint16_t* rows_MxD, cudaStream_t stream) {
+  QuantizeSource source;
+  source.data = x_TxD;
+  source.rows = s.rows;
+  source.columns = s.d_model;
+  source.slot_M = plan.slot_M;
+  source.gather = s.top_k;
+  MxOutput out;
+  out.form = Form::kAligned;
+  out.elements = elements_MxD;
+  out.codes = codes;
+  if (const Status status = quantize(source, out, {}, stream); !status.ok()) return status;
+  for (int64_t e = 0; e < s.experts; ++e) {  // padding that the kernel does not write: NaN
+    const int64_t first = plan.start_E[e] + (plan.count_E[e] + 63) / 64 * 64, end = plan.start_E[e] + (plan.count_E[e] + 127) / 128 * 128;
+    std::fill(elements_MxD + first * s.d_model, elements_MxD + end * s.d_model, static_cast<uint8_t>(mx::kNanByte));
+  }
+  return rows_MxD != nullptr ? dispatch_rows(s, x_TxD, plan, rows_MxD, stream, 64) : Status{};
+}
+
+Status dequantize_aligned_rows(const LayerShape& s, const Plan& plan, const uint8_t* elements, const uint8_t* codes, int64_t width,
+                               int64_t halves, uint16_t* out, cudaStream_t) {
+  const int64_t groups = (width + 127) / 128;
+  for (int64_t half = 0; half < halves; ++half) {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      if (plan.slot_M[row] < 0) continue;
+      for (int64_t c = 0; c < width; ++c) {
+        const int64_t at = (half * s.rows + row) * width + c;
+        out[at] = Host::bf16(mx::from_e4m3(elements[at]) * mx::scale_value(codes[(half * groups + c / 128) * s.rows + row]));
       }
     }
   }

@@ -3,11 +3,11 @@
 #include "sm100_layer.h"
 
 #include <cstdio>
-#include <new>
 #include <set>
 #include <tuple>
 
 #include "host_launches.h"
+#include "host_memory.h"
 #include "isa/host/sm100_host.h"
 #include "mma_sm100.h"
 
@@ -96,30 +96,6 @@ Status encode_tensor_map(Map* map, const char* name, Element element, const void
 namespace {
 
 using namespace moe;
-
-// Memory as a GPU's allocator gives it, full of NaN.
-class Arena {
- public:
-  ~Arena() {
-    for (void* p : blocks_) ::operator delete(p, std::align_val_t{1024});
-  }
-  template <class T>
-  T* make(size_t count) {
-    void* p = ::operator new(count * sizeof(T) + 1024, std::align_val_t{1024});
-    blocks_.push_back(p);
-    std::memset(p, 0xFF, count * sizeof(T) + 1024);
-    return static_cast<T*>(p);
-  }
-  template <class T>
-  T* put(const T* from, size_t count) {
-    T* p = make<T>(count);
-    std::memcpy(p, from, count * sizeof(T));
-    return p;
-  }
-
- private:
-  std::vector<void*> blocks_;
-};
 
 // The FP32 master as the recipe's operands: BF16, or both orientations of MXFP8.
 struct Weight {
