@@ -182,12 +182,9 @@ def test_mxfp8_matches_the_same_operands_in_fp64_and_every_way_has_equal_bits(li
     found = errors(wanted, mx_oracle(p, recipe == "aligned", wgrad_bf16))
     print(found)
     assert all(found[name] < MX_LIMIT[name] for name in NAMES), found
-    others = [({}, "nothing")]
-    if recipe == "aligned":
-        on_n = TOKENS_N if top_k > 1 else {"gate_up": "tokens_n"}
-        others += [(on_n, "gate_up"), (on_n, "nothing")]
-    if recipe == "exact" or wgrad_bf16:
-        others += [(resident(columns), "gate_up") for columns in (512, 128)]
+    on_n = {} if recipe == "exact" else TOKENS_N if top_k > 1 else {"gate_up": "tokens_n"}
+    strips = [resident(512), resident(128)] if recipe == "exact" or wgrad_bf16 else [{}, {}]
+    others = [({}, "nothing"), (on_n | strips[0], "gate_up"), (on_n | strips[1], "nothing")]
     for seed, (ways, save) in enumerate(others, start=100):
         assert_equal_bits(run(library, p, ways, recipe, wgrad_bf16, save, seed=seed), wanted, (ways, save))
 
@@ -199,8 +196,9 @@ def test_gate_and_up_saved_in_mxfp8_stay_close(library):
     assert packed["y"].tobytes() == exact["y"].tobytes()
     found = errors(packed, [exact[name] for name in NAMES])
     assert all(found[name] < 8e-2 for name in NAMES) and found["dx"] > 1e-3, found
-    for kind in TOKENS_N:  # one at a time
-        assert_equal_bits(run(library, p, {kind: "tokens_n"}, "aligned", save="gate_up_mx"), packed, kind)
+    for kinds in (("gate_up",), ("down", "dgrad_gate_up")):
+        ways = dict.fromkeys(kinds, "tokens_n")
+        assert_equal_bits(run(library, p, ways, "aligned", save="gate_up_mx"), packed, ways)
 
 
 @pytest.mark.parametrize("wgrad_bf16", [False, True], ids=["mx_wgrad", "bf16_wgrad"])
