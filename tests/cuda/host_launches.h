@@ -140,7 +140,7 @@ class QuantizedTile {
     return c < s_.columns ? values_[r * s_.columns + c] : 0.0f;
   }
   uint32_t code(int64_t line, int64_t block) const { return codes_[static_cast<size_t>(line * blocks_ + block)]; }
-  // The largest of the four blocks around this one, in kAlignedTile of 128 lines.
+  // Which blocks share a code after re-basing: four of a line, in kAlignedTile of 128 lines.
   size_t group(int64_t line, int64_t block) const {
     return static_cast<size_t>((out_.form == Form::kAlignedTile ? line / 128 : line) * (blocks_ / 4) + block / 4);
   }

