@@ -102,7 +102,7 @@ List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool fp8, b
   return list;
 }
 
-MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activation& act, bool fp8) {
+MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activation& act) {
   MxArguments<CUtensorMap> args = {};
   args.num_rows = s.rows;
   args.m_extent = m_extent(s, kind);
@@ -313,7 +313,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
-  auto up = arguments(s, kGateUp, act, fp8);
+  auto up = arguments(s, kGateUp, act);
   MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model));
   up.b = maps.gate_up_fprop;
   up.a_codes = m.x.codes;
@@ -336,7 +336,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
     MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
   }
 
-  auto down = arguments(s, kDown, act, fp8);
+  auto down = arguments(s, kDown, act);
   MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width));
   down.b = maps.down_fprop;
   down.a_codes = m.h_operand.codes;
@@ -389,7 +389,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
     MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
-    auto up = arguments(s, kGateUp, act, fp8);
+    auto up = arguments(s, kGateUp, act);
     MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
     up.b = maps.gate_up_fprop;
     up.a_codes = m.x.codes;
@@ -401,7 +401,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     MOE_RETURN_IF_ERROR(dequantize_aligned_rows(s, plan, saved.elements_2xMxF, saved.codes, F, 2, m.gate_up_2xMxF, stream));
   }
 
-  auto dh = arguments(s, kDgradDown, act, fp8);
+  auto dh = arguments(s, kDgradDown, act);
   MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dy, D));
   dh.b = maps.down_dgrad;
   dh.a_codes = m.dy.codes;
@@ -431,7 +431,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     }
   }
 
-  auto dw_down_args = arguments(s, kWgradDown, act, fp8_wgrad);
+  auto dw_down_args = arguments(s, kWgradDown, act);
   MOE_RETURN_IF_ERROR(column_map(&dw_down_args.a, "dy", s, m.dy_columns, m.wgrad_down.layout, D));
   MOE_RETURN_IF_ERROR(column_map(&dw_down_args.b, "weight * h", s, m.scaled_h_columns, m.wgrad_down.layout, F));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_args.out, "dw_down", Element::kFp32, dw_down, {F, D, 1, s.experts}));
@@ -441,7 +441,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_down_args.accumulate = accumulate;
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, fp8_wgrad, stream));
 
-  auto dx_args = arguments(s, kDgradGateUp, act, fp8);
+  auto dx_args = arguments(s, kDgradGateUp, act);
   MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2));
   dx_args.b = maps.gate_up_dgrad;
   dx_args.a_codes = m.d_gate_up.codes;
@@ -455,7 +455,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, fp8, stream));
 
-  auto dw_up_args = arguments(s, kWgradGateUp, act, fp8_wgrad);
+  auto dw_up_args = arguments(s, kWgradGateUp, act);
   MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, m.wgrad_gate_up.layout, F, 2));
   MOE_RETURN_IF_ERROR(column_map(&dw_up_args.b, "x", s, m.x_columns, m.wgrad_gate_up.layout, D));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_args.out, "dw_gate_up", Element::kFp32, dw_gate_up, {D, F, 2, s.experts}));
