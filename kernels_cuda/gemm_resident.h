@@ -319,32 +319,25 @@ struct Resident {
       Isa::barrier_init(ring.empty(), Config::kConsumers * 4);
       ring.advance();
     }
-  }
-  template <class Batch, class F>
-  static MOE_FN void each_task(const Batch& batch, F f) {
-    TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-    MOE_NO_UNROLL
-    for (Task task; stream.take(task);) f(task, batch.kinds[0]);
-  }
-  template <class Batch>
+  }  template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
-    each_task(batch, [&](const Task& task, const auto& args) { load_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { load_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b); });
   }
   template <class Batch>
   static MOE_FN void gather(const Batch&, uint32_t) {}
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     uint32_t strips = 0;
-    each_task(batch, [&](const Task& task, const auto& args) { signal_strip<Isa, Config>(task, args, base, consumer, strips); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { signal_strip<Isa, Config>(task, args, base, consumer, strips); });
   }
   template <class Batch>
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
     ResidentConsumer<kKind, Isa, Config> state(base, consumer);
-    each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring, b); });
   }
 };
 

@@ -368,22 +368,18 @@ struct TokensNRoles {
   using Config = Config_;
   static MOE_FN void init(uint32_t) {}
 
-  template <class Batch, class F>
-  static MOE_FN void each_task(const Batch& batch, F f) {
-    TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-    MOE_NO_UNROLL
-    for (Task task; stream.take(task);) f(task, batch.kinds[0]);
-  }
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](const Task& task, const auto& args) { load_task_tokens_n<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) {
+      load_task_tokens_n<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring);
+    });
   }
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     uint32_t tiles = 0;
-    each_task(batch, [&](const Task& task, const auto& args) {
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) {
       store_task_tokens_n<kKind, Isa, Config>(task, args, base, consumer, tiles, ring);
     });
     if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
@@ -392,7 +388,7 @@ struct TokensNRoles {
   static MOE_FN void compute(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     Consumer state(base, consumer);
-    each_task(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { state.run(task, args, Isa::cluster_rank(), ring); });
   }
 };
 
@@ -405,7 +401,7 @@ struct TokensN : TokensNRoles<kKind, Isa, TokensNConfig, TokensNConsumer<kKind, 
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    TokensN::each_task(batch, [&](const Task& task, const auto& args) { gather_task_tokens_n<kKind, Isa, Config>(task, args, base, ring); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { gather_task_tokens_n<kKind, Isa, Config>(task, args, base, ring); });
   }
 };
 

@@ -303,16 +303,10 @@ struct MxRoles {
     if constexpr (kKind == kDgradDown) GroupBarriers<Config>::template init<Isa>(base);
   }
 
-  template <class Batch, class F>
-  static MOE_FN void each_task(const Batch& batch, F f) {
-    TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
-    MOE_NO_UNROLL
-    for (Task task; stream.take(task);) f(task, batch.kinds[0]);
-  }
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    each_task(batch, [&](const Task& task, const auto& args) {
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) {
       load_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring, [&](const Task& tile) {
         if constexpr (is_wgrad(kKind)) {
           return LineScales<kKind, Isa, Config>(tile, args);
@@ -328,7 +322,7 @@ struct MxRoles {
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);
     uint32_t tiles = 0;
-    each_task(batch, [&](const Task& task, const auto& args) {
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) {
       if constexpr (kKind == kGateUp) {
         store_gate_up_mx(task, args, base, consumer, tiles, ring);
       } else if constexpr (kKind == kDgradDown) {
@@ -344,7 +338,7 @@ struct MxRoles {
     Ring<Isa, Config> ring(base);
     Epilogue<Isa, Config> epilogue(base, consumer);
     Turns<Isa, Config> turns(base, consumer);
-    each_task(batch, [&](const Task& task, const auto& args) {
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) {
       compute_mx_task<kKind, kPlain>(task, args, Isa::cluster_rank(), ring, epilogue, turns);
     });
   }

@@ -177,7 +177,7 @@ struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfig, MxTokensNConsumer<k
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
-    MxTokensN::each_task(batch, [&](const Task& task, const auto& args) { scale_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+    for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { scale_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
   }
 };
 

@@ -26,6 +26,14 @@ struct TaskStream {
   }
 };
 
+// f(task, arguments of the first kind) for every task of this block's cluster, in order.
+template <class Isa, class Batch, class F>
+MOE_FN void for_each_task(const Batch& batch, F f) {
+  TaskStream stream(batch.tasks, *batch.num_tasks, Isa::cluster_index(), Isa::num_clusters());
+  MOE_NO_UNROLL
+  for (Task task; stream.take(task);) f(task, batch.kinds[0]);
+}
+
 // Barriers of work stealing, in every block. given: one arrival, the block's scheduler, with the 16 bytes of an answer; everybody waits who
 // takes tasks. taken: everybody who took the answer arrives (Config::kTakers); the leader's scheduler waits.
 template <class Config>
