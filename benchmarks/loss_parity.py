@@ -39,6 +39,8 @@ import time
 
 import numpy as np
 
+from benchmarks import result_lines
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECIPES = ("bf16", "mxfp8")  # a pair
 # Runs beside some pairs: recipe, and what they change.
@@ -455,10 +457,6 @@ def _read_lines(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
-
-
 def _cpu_name() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -491,7 +489,7 @@ def main() -> None:
 
     root = pathlib.Path(args.runs)
     root = (root if root.is_absolute() else ROOT / root) / f"{pathlib.Path(args.config).stem}-{args.steps}"
-    commit = args.commit or _git("rev-parse", "--short", "HEAD") or "unknown"
+    commit = args.commit or result_lines.commit_of_code()
     # Seeds outermost: whatever the time allows, what is finished are whole pairs.
     runs = [
         Run(args.config, recipe, seed, args.steps, tuple(args.overrides), root, args.checkpoint_every, commit)

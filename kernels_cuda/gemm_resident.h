@@ -319,7 +319,9 @@ struct Resident {
       Isa::barrier_init(ring.empty(), Config::kConsumers * 4);
       ring.advance();
     }
-  }  template <class Batch>
+  }
+
+  template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);

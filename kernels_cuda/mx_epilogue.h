@@ -109,8 +109,9 @@ MOE_FN void store_gate_up_mx(const Task& task, const Arguments& args, uint32_t s
 
 // --- d(gate), d(up), weight * h -------------------------------------------------------------------------------------------------------
 // Barriers of kDgradDown, in MxConfig's room for more. shared: the 8 warps of both consumers arrive once the BF16 values of a group of 128
-// columns are written, and taken: once they have read each other's, for each of the three matrices; every warp waits for both. staging[consumer]: its store warp arrives when
-// a group has left shared memory; the consumer waits before it writes the next group's rows into its staging panels.
+// columns are written, and taken: once they have read each other's, for each of the three matrices; every warp waits for both.
+// staging[consumer]: its store warp arrives when a group has left shared memory; the consumer waits before it writes the next group's rows
+// into its staging panels.
 template <class Config>
 struct GroupBarriers {
   static MOE_FN uint32_t shared(uint32_t base) { return base + Config::kGroupOffset; }
@@ -171,9 +172,9 @@ struct ColumnStrip {
   }
 };
 
-// The tile of kDgradDown: d(gate) and d(up) leave along rows, and all three along columns too, transposed, where the weight gradients are FP8; otherwise
-// in BF16. Chunks of 64 columns are written in BF16 as in the base, two of them (a stage each) are a group: the rows of a warp are quantised
-// into the staging panels, then consumer c quantises the columns of chunk c into its panels of the second stage.
+// The tile of kDgradDown: d(gate) and d(up) leave along rows, and all three along columns too, transposed, where the weight gradients are
+// FP8; otherwise in BF16. Chunks of 64 columns are written in BF16 as in the base, two of them (a stage each) are a group: the rows of a
+// warp are quantised into the staging panels, then consumer c quantises the columns of chunk c into its panels of the second stage.
 template <class Isa, class Config>
 struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
   using Base = RegisterTile<kDgradDown, Isa, Config>;

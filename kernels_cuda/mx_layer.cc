@@ -1,9 +1,10 @@
 // The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
 // the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
-// kAligned: x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up, d(gate), d(up) and weight * h in that of
-// dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8, and h where tokens are on the N side. kExact does it in passes of their own. Weight gradients contract
-// over rows: their operands are quantised along rows and, for FP8, stored transposed.
+// kAligned: x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up, d(gate), d(up) and weight * h
+// in that of dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8, and h where tokens are on the N side. kExact
+// does it in passes of their own. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored
+// transposed.
 #include <algorithm>
 
 #include "gemm_kernels.h"

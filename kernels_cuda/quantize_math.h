@@ -289,8 +289,8 @@ MOE_FN uint32_t quantize_columns(const uint32_t (&pairs)[16], uint32_t (&bytes)[
 }
 
 // --- re-basing ------------------------------------------------------------------------------------------------------------------
-// Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves. Below 2^-24 it is
-// 0: the largest element, 448, would round to zero from 2^-19 on. Of a poisoned block: anything, its elements stay NaN.
+// Factor that re-bases elements from scale code `code` to a common one not below it, 2^(code - common), as FP16 bits in both halves. Below
+// 2^-24 it is 0: the largest element, 448, would round to zero from 2^-19 on. Of a poisoned block: anything, its elements stay NaN.
 MOE_HOST_FN uint32_t rebase_factor(uint32_t code, uint32_t common) {
   const int down = static_cast<int>(common) - static_cast<int>(code);
 #ifdef __CUDA_ARCH__

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "bias.h"
@@ -12,8 +13,22 @@
 #include "quantize.h"
 #include "rows.h"
 #include "task_list.h"
+#include "tensor_shape.h"
 
 namespace moe {
+
+// What tensor_map.cc refuses, and what the maps of both host machines have in common.
+template <class Map>
+Status describe_tensor(Map* map, const char* name, Element element, const void* address, const TensorShape& shape) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return {std::string(name) + " is not aligned to 16 bytes"};
+  const int size = element_bytes(element);
+  if (shape.inner * size % 16 != 0) return {std::string(name) + " has rows that are no multiple of 16 bytes"};
+  map->data = static_cast<uint8_t*>(const_cast<void*>(address));
+  map->element_bytes = size;
+  const int64_t dims[4] = {shape.inner, shape.outer, shape.halves, shape.experts};
+  std::copy(dims, dims + 4, map->dims);
+  return {};
+}
 
 inline float widen_bf16(uint16_t x) { return mx::float_of(static_cast<uint32_t>(x) << 16); }
 

@@ -99,15 +99,8 @@ cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStr
 }
 
 Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape, int box_rows) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return {std::string(name) + " is not aligned to 16 bytes"};
-  const int size = element_bytes(element);
-  if (shape.inner * size % 16 != 0) return {std::string(name) + " has rows that are no multiple of 16 bytes"};
-  map->data = static_cast<uint8_t*>(const_cast<void*>(address));
-  map->element_bytes = size;
-  const int64_t dims[4] = {shape.inner, shape.outer, shape.halves, shape.experts};
-  std::copy(dims, dims + 4, map->dims);
   map->box_rows = box_rows;
-  return {};
+  return describe_tensor(map, name, element, address, shape);
 }
 
 namespace {

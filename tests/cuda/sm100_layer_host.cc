@@ -78,17 +78,10 @@ Status launch_sm100_gemm(Kind kind, Sm100Tile tile, const Sm100Batch<Map>& batch
 }
 
 Status encode_tensor_map(Map* map, const char* name, Element element, const void* address, const TensorShape& shape, int box_rows) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return {std::string(name) + " is not aligned to 16 bytes"};
-  const int size = element_bytes(element);
-  if (shape.inner * size % 16 != 0) return {std::string(name) + " has rows that are no multiple of 16 bytes"};
-  map->data = static_cast<uint8_t*>(const_cast<void*>(address));
-  map->element_bytes = size;
-  const int64_t dims[4] = {shape.inner, shape.outer, shape.halves, shape.experts};
-  std::copy(dims, dims + 4, map->dims);
   map->swizzle = element != Element::kScaleAtom;
-  map->box_inner = map->swizzle ? 128 / size : 128;
+  map->box_inner = map->swizzle ? 128 / element_bytes(element) : 128;
   map->box_outer = box_rows;
-  return {};
+  return describe_tensor(map, name, element, address, shape);
 }
 
 }  // namespace moe

@@ -34,12 +34,8 @@ def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
 
 # As in test_mx_host_kernels.py.
 FAULTS = [
-    (
-        "wait:full",
-        "dgrad_down",
-        "(write by the copy|read by products)",
-        "(write by the copy|read by products)",
-    ),  # whichever comes first
+    # Whichever comes first.
+    ("wait:full", "dgrad_down", "(write by the copy|read by products)", "(write by the copy|read by products)"),
     ("wait:credit", "down", "read by a bulk store", "write by warp"),
     ("store_wait_read", "down", "read by a bulk store", "write by warp"),
     ("fence:wait", "gate_up", "write by gathering", "read by products"),

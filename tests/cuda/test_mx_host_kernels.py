@@ -43,19 +43,10 @@ FAULTS = [
     ("sync:fence", "dgrad_down", "write by warp", "read by a bulk store"),
     ("sync:ldmatrix.trans", "dgrad_down", "read by warp", "write by warp"),  # reported before all lanes have read
     ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),  # gate and up, overwritten in place
-    (
-        "sync:load",
-        "wgrad_gate_up",
-        "read by warp",
-        "write by the copy engine",
-    ),  # a stage given back before its scales are read
+    # A stage given back before its scales are read.
+    ("sync:load", "wgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
-    (
-        "sync:load",
-        "down_tokens_n",
-        "read by warp",
-        "write by the fourth warp",
-    ),  # scales, written again by the fourth warp
+    ("sync:load", "down_tokens_n", "read by warp", "write by the fourth warp"),  # scales, overwritten
     ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),

@@ -1,7 +1,8 @@
 // Runs one cluster of two blocks on the host: every GPU thread is a fiber (fibers.h), of which one runs at a time, chosen by a
 // seed. It ends the process with a message on a deadlock, a collective with a missing lane or differing arguments, a barrier that
-// overflows, an access outside shared memory, or two accesses that nothing orders (races.h). Copies and products take effect as late as their waits allow, or earlier at the
-// seed's whim, and shared memory that a copy will fill is poisoned meanwhile, so that a missing wait shows in the numbers.
+// overflows, an access outside shared memory, or two accesses that nothing orders (races.h). Copies and products take effect as late as
+// their waits allow, or earlier at the seed's whim, and shared memory that a copy will fill is poisoned meanwhile, so that a missing wait
+// shows in the numbers.
 #pragma once
 
 #include <cstdint>

@@ -208,7 +208,9 @@ void Races::record(int lane, int block, uint32_t address, uint32_t bytes, bool w
                             cell.write.actor < lanes_ && cell.write.actor / 32 == event.actor / 32 && cell.write.syncs == event.syncs;
     if (cell.write.actor >= 0 && !other_half) {
       if (!known(lane, cell.write)) conflict(block, base_ + 4 * at, cell.write, true, event, write, false);
-      if (!event.ordinary && cell.write.ordinary && !is_fenced(lane, cell.write)) conflict(block, base_ + 4 * at, cell.write, true, event, write, true);
+      if (!event.ordinary && cell.write.ordinary && !is_fenced(lane, cell.write)) {
+        conflict(block, base_ + 4 * at, cell.write, true, event, write, true);
+      }
     }
     if (!write) {
       note_read(lane, cell, event);
@@ -261,8 +263,9 @@ void Races::note_read(int lane, Cell& cell, const Event& event) {
 }
 
 void Races::conflict(int block, uint32_t address, const Event& first, bool first_writes, const Event& second, bool second_writes, bool unfenced) {
-  report_("race on shared address " + std::to_string(address) + " of block " + std::to_string(block) + ": the " + (first_writes ? "write" : "read") +
-          " by " + describe(first) + (unfenced ? " is not fenced before the " : " is not ordered before the ") + (second_writes ? "write" : "read") + " by " + describe(second));
+  const auto access = [this](const Event& event, bool writes) { return (writes ? "write by " : "read by ") + describe(event); };
+  report_("race on shared address " + std::to_string(address) + " of block " + std::to_string(block) + ": the " + access(first, first_writes) +
+          (unfenced ? " is not fenced" : " is not ordered") + " before the " + access(second, second_writes));
 }
 
 std::string Races::describe(const Event& event) const {
