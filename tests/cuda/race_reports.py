@@ -64,9 +64,9 @@ class Code:
         return cls(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     def instructions(self, kernel: str) -> dict[int, str]:
-        """By offset, of a kernel `name<(moe::Kind)K, (bool)B>` as the tool writes it; empty if there is none."""
-        found = re.search(r"(\w+)<\(moe::Kind\)(\d+), \(bool\)([01])>", kernel)
-        mangled = "{}ILNS_4KindE{}ELb{}E".format(*found.groups()) if found else None
+        """By offset, of a kernel `name<moe::Roles<(moe::Kind)K, (bool)B, ...` as the tool writes it; empty if there is none."""
+        found = re.search(r"(\w+)<moe::(\w+)<\(moe::Kind\)(\d+), \(bool\)([01]),", kernel)
+        mangled = "{}INS_{}{}ILNS_4KindE{}ELb{}E".format(found[1], len(found[2]), *found.groups()[1:]) if found else None
         names = [name for name in self._functions if mangled and mangled in name]
         return self._functions[names[0]] if len(names) == 1 else {}
 
@@ -74,7 +74,7 @@ class Code:
 def column_reuse(first: Access, second: Access, code: Code) -> bool:
     """Whether a pair is the columns of dgrad-down (ColumnStrip in mx_epilogue.h), read by transposing ldmatrix and later
     overwritten: between the two, the code has an arrival on one barrier and the wait for it, and no other barrier."""
-    if "mx_grouped_gemm<(moe::Kind)2," not in first.kernel or first.kernel != second.kernel:
+    if "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2," not in first.kernel or first.kernel != second.kernel:
         return False
     accesses = {access.kind: access.offset for access in (first, second)}
     if set(accesses) != {"Read", "Write"}:

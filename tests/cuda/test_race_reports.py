@@ -5,9 +5,10 @@ import pytest
 from tests.cuda.race_reports import Code, column_reuse, pairs_of
 
 KERNEL = (
-    "void moe::<unnamed>::mx_grouped_gemm<(moe::Kind)2, (bool)1>(moe::Batch<moe::MxArguments<CUtensorMap_st>, (int)1>)"
+    "void moe::<unnamed>::mx_grouped_gemm<moe::MxRoles<(moe::Kind)2, (bool)1, moe::Sm90Mx>>"
+    "(moe::Batch<moe::MxArguments<CUtensorMap_st>, (int)1>)"
 )
-NAME = "_ZN3moe2_Nmx_grouped_gemmILNS_4KindE2ELb1EEEvNS_5BatchE"
+NAME = "_ZN3moe2_Nmx_grouped_gemmINS_7MxRolesILNS_4KindE2ELb1ENS_6Sm90MxEEEEEvNS_5BatchE"
 
 
 def code(arrive="[UR32+0x38108]", wait="[UR32+0x38108]", read="LDSM.16.MT88.4 R4, [R46]", name=NAME):
