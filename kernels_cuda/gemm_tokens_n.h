@@ -35,6 +35,7 @@ struct TokensNShape {
   static constexpr int kLeadOffset = kCreditOffset + kConsumers * 8;
   static constexpr int kTableOffset = kLeadOffset + 16;  // of what the fourth warp leaves for others or itself
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;
+  static constexpr int kUnitScaleBytes = 0;  // scales of 64 tokens that come with a stage
 
   // With one block of columns a consumer has 32 of gate and 32 of up: both fill the same panels of 64 columns, which the first store warp
   // sends for both.
@@ -66,15 +67,11 @@ MOE_FN int tile_units(const Task& tile) {
 }
 
 // Panel p of the weights, which arrives on `full`. Joint gate and up come eight rows of each in turn: a lane of a product then has both of the
-// same column, and their map has boxes of eight rows.
+// same column.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_weights_tokens_n(const Task& tile, const Arguments& args, KBlock block, int p, uint32_t full, uint32_t panel) {
   if constexpr (Config::joint(kKind)) {
-    MOE_NO_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const int column = tile.n0 + 32 * p + 8 * (i / 2);
-      Isa::load_panel(&args.b, full, panel + i * (kPanelBytes / 8), block.k, column, i % 2, tile.expert);
-    }
+    Isa::load_joint_panel(&args.b, full, panel, block.k, tile.n0 + 32 * p, tile.expert);
   } else {
     const Box box = box_b<kKind, Config>(tile, block, 64 * p, 0);
     Isa::load_panel(&args.b, full, panel, box.inner, box.outer, box.half, box.expert);
@@ -89,7 +86,8 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
   const int half_blocks = half_k_blocks<kKind, Config>(task, args);
   const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const bool gathered = can_gather(kKind) && args.gather != nullptr;
-  const uint32_t bytes = static_cast<uint32_t>(Config::kPanelsA + (gathered ? 0 : units)) * kPanelBytes;
+  const uint32_t scale_bytes = static_cast<uint32_t>(units) * Config::kUnitScaleBytes;
+  const uint32_t bytes = static_cast<uint32_t>(Config::kPanelsA + (gathered ? 0 : units)) * kPanelBytes + scale_bytes;
   wait_ready<Isa>(tile, args);
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
@@ -105,6 +103,10 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
     for (int q = gathered ? units : static_cast<int>(rank); q < units; q += 2) {
       const Box box = box_a<kKind, Config>(tile, block, 64 * q, 0);
       Isa::load_panel_both(&args.a, full, ring.data() + (Config::kPanelsA + q) * kPanelBytes, box.inner, box.outer, box.half, box.expert);
+    }
+    if constexpr (Config::kUnitScaleBytes > 0) {
+      const uint16_t* const scales = args.a_scales + kb * static_cast<int64_t>(args.num_rows) + tile.row0;
+      Isa::load_bytes(scales, full, Config::scales(ring.base, ring.stage), scale_bytes);
     }
     ring.advance();
   }

@@ -35,9 +35,7 @@ bool has_fp8_wgrad(const MxOptions& options) { return options.mode == MxMode::kA
 int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
 
 // Whether a product can have its tokens on the N side: of FP8 operands, and not where rows go straight to their tokens.
-bool has_tokens_n(const LayerShape& s, MxMode mode, Kind kind) {
-  return mode == MxMode::kAligned && can_put_tokens_on_n(kind) && (kind == kGateUp || s.top_k > 1);
-}
+bool has_tokens_n(const LayerShape& s, bool fp8, Kind kind) { return fp8 && can_put_tokens_on_n(kind) && (kind == kGateUp || s.top_k > 1); }
 
 Status check_shape(const LayerShape& s, const MxOptions& options) {
   auto say = [](const char* name, int64_t value, const char* rule) {
@@ -53,7 +51,7 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
   for (int kind = 0; kind < kNumKinds; ++kind) {
     const Way way = s.way[kind];
-    if (way == kWayTokensN && has_tokens_n(s, options.mode, static_cast<Kind>(kind))) continue;
+    if (way == kWayTokensN && has_tokens_n(s, options.mode == MxMode::kAligned, static_cast<Kind>(kind))) continue;
     const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && (way == kWayResident512 || way == kWayResident128);
     if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
   }
@@ -66,14 +64,21 @@ int n_extent(const LayerShape& s, Kind kind) {
   return static_cast<int>(width ? s.width : s.d_model);
 }
 
+// Lines of scale codes of a row kind's A: a code per row in each.
+int64_t code_lines(const LayerShape& s, Kind kind) {
+  return kind == kDgradGateUp ? 2 * blocks_of_128(s.width) : blocks_of_128(kind == kDown ? s.width : s.d_model);
+}
+
 struct List : TaskList {
   Layout layout;
+  uint16_t* a_scales;  // tokens on the N side: space for those of A
 };
 
-// Tokens are on the N side only where asked for. BF16 weight gradients: one operand at rest where most experts' rows fit, unless they continue a
-// buffer.
+// As in layer.cc: tokens are on the N side where most experts fit one tile of them; of BF16 weight gradients one operand is at rest where most
+// experts' rows fit, unless they continue a buffer.
 Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
-  if (s.way[kind] == kWayTokensN) return Layout::kTokensN;
+  const bool few = rows_per_expert(s) <= MxTokensNConfig::kTokens;
+  if (s.way[kind] == kWayTokensN || (s.way[kind] == kWayAuto && few && has_tokens_n(s, fp8, kind))) return Layout::kTokensN;
   if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
   switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), n_extent(s, kind))) {
     case kWayResident512: return Layout::kResident512;
@@ -100,6 +105,7 @@ List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool fp8, b
   // The workspace does not depend on whether a buffer is continued.
   list.tasks = workspace.take<Task>(std::max(max_tasks(s, list), max_tasks(s, tiling(s, kind, false, Layout::kTokensM))));
   list.num_tasks = workspace.take<int32_t>(1);
+  list.a_scales = list.layout == Layout::kTokensN ? workspace.take<uint16_t>(code_lines(s, kind) * s.rows) : nullptr;
   return list;
 }
 
@@ -113,9 +119,13 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
   return args;
 }
 
-Status run_gemm(const List& list, const MxArguments<CUtensorMap>& args, bool fp8, cudaStream_t stream) {
+Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, MxArguments<CUtensorMap> args, bool fp8, cudaStream_t stream) {
   static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   cudaError_t error;
+  if (list.layout == Layout::kTokensN) {
+    MOE_RETURN_IF_ERROR(lane_scales(s, plan, args.a_codes, code_lines(s, list.kind), list.a_scales, stream));
+    args.a_scales = list.a_scales;
+  }
   if (fp8) {
     error = launch_mx_gemm(list.kind, {{args}, list.tasks, list.num_tasks}, stream, list.layout);
   } else {
@@ -173,8 +183,11 @@ struct WeightMaps {
 Status weight_maps(WeightMaps* maps, const LayerShape& s, bool fp8, Layout gate_up_layout, const MxWeights& w) {
   const Element element = fp8 ? Element::kE4m3 : Element::kBf16;
   const int64_t D = s.d_model, F = s.width;
-  const int gate_up_box = gate_up_layout == Layout::kTokensN ? MxTokensNConfig::kJointRows : kPanelRows;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}, gate_up_box));
+  if (gate_up_layout == Layout::kTokensN) {
+    MOE_RETURN_IF_ERROR(encode_joint_map(&maps->gate_up_fprop, "gate_up_fprop", w.gate_up_fprop, {D, F, 2, s.experts}));
+  } else {
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}));
+  }
   MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->down_fprop, "down_fprop", element, w.down_fprop, {F, D, 1, s.experts}));
   const TensorShape gate_up = fp8 ? TensorShape{F, D, 2, s.experts} : TensorShape{D, F, 2, s.experts};
   const TensorShape down = fp8 ? TensorShape{D, F, 1, s.experts} : TensorShape{F, D, 1, s.experts};
@@ -331,7 +344,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
     MOE_RETURN_IF_ERROR(bf16_map(&up.gate_up, "gate_up", s, gate_up, s.width, 2));
     up.save_gate_up = 1;
   }
-  MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.gate_up, up, fp8, stream));
   if (save_mx) MOE_RETURN_IF_ERROR(quantize_gate_up(s, plan, gate_up, saved, stream));
   if (m.h_MxF != nullptr) {
     MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.h_MxF, s.width), m.h_operand.output(Form::kAligned, false), {}, stream));
@@ -347,10 +360,10 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   if (s.top_k == 1) {  // the combine is a product per row: the down product does it and writes to the tokens
     down.scatter = reinterpret_cast<uint8_t*>(y_TxD);
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
-    return run_gemm(m.down, down, fp8, stream);
+    return run_gemm(s, plan, m.down, down, fp8, stream);
   }
   MOE_RETURN_IF_ERROR(bf16_map(&down.out, "y", s, m.y_MxD, s.d_model));
-  MOE_RETURN_IF_ERROR(run_gemm(m.down, down, fp8, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.down, down, fp8, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
 
@@ -397,7 +410,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     up.b_codes = weights.gate_up_fprop_codes;
     up.gate_up = gate_up;
     up.save_gate_up = 1;
-    MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, fp8, stream));
+    MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.gate_up, up, fp8, stream));
   } else if (saved.elements_2xMxF != nullptr) {
     MOE_RETURN_IF_ERROR(dequantize_aligned_rows(s, plan, saved.elements_2xMxF, saved.codes, F, 2, m.gate_up_2xMxF, stream));
   }
@@ -422,7 +435,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     MOE_RETURN_IF_ERROR(bf16_map(&dh.out, "d_gate_up", s, m.d_gate_up_2xMxF, F, 2));
     MOE_RETURN_IF_ERROR(bf16_map(&dh.scaled_h, "weight * h", s, m.scaled_h_MxF, F));
   }
-  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, fp8, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.dgrad_down, dh, fp8, stream));
 
   if (!fp8) {
     const MxOutput columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
@@ -440,7 +453,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_down_args.b_scales = reinterpret_cast<const uint16_t*>(m.scaled_h_columns.codes);
   dw_down_args.dw = dw_down;
   dw_down_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, fp8_wgrad, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.wgrad_down, dw_down_args, fp8_wgrad, stream));
 
   auto dx_args = arguments(s, kDgradGateUp, act);
   MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2));
@@ -454,7 +467,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   } else {
     MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D));
   }
-  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, fp8, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.dgrad_gate_up, dx_args, fp8, stream));
 
   auto dw_up_args = arguments(s, kWgradGateUp, act);
   MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, m.wgrad_gate_up.layout, F, 2));
@@ -464,7 +477,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_up_args.b_scales = reinterpret_cast<const uint16_t*>(m.x_columns.codes);
   dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, fp8_wgrad, stream));
+  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.wgrad_gate_up, dw_up_args, fp8_wgrad, stream));
   MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
   if (s.top_k == 1) return {};
   return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);

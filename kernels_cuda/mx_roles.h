@@ -38,6 +38,7 @@ template <class TensorMap>
 struct MxArguments : GemmArguments<TensorMap> {
   // Row kinds: (halves, K/128, M). Weight gradients: (halves, M/128, m_extent rounded up to 128).
   const uint8_t* a_codes;
+  const uint16_t* a_scales;  // tokens on the N side: the same, (halves, K/128, M), as lane_scales makes them of the codes
   const uint8_t* b_codes;   // row kinds: (E, halves, N/128, K/128), one per 128 x 128
   // Weight gradients: not codes but the scales themselves in BF16 (one operation each in the K loop instead of five): (M/128, n_extent rounded
   // up to 128), each 128 in the order of mx::fragment_position. They arrive through the ring with their K block.

@@ -3,8 +3,8 @@
 // summed in temporaries of its own and then added to the sums: two sets, half of the tokens each, so that one is multiplied while the other is
 // added. BF16 results leave; h is quantised after the product.
 //
-// A scale per token is one per column of the accumulators. The fourth warp turns the codes of a K block into BF16 numbers beside its stage, in
-// the order of the lanes that will want them, so that a consumer reads two scales with four bytes and unpacks each in one operation.
+// A scale per token is one per column of the accumulators. They arrive with their stage as BF16 numbers in the order of the lanes that want them
+// (lane_scales), so that a consumer reads two with four bytes and unpacks each in one operation. The fourth warp adds those of the weights.
 #pragma once
 
 #include "gemm_tokens_n.h"
@@ -18,60 +18,36 @@ struct MxTokensNConfig : TokensNShape<128, 5> {
   static constexpr bool kOnlyKMajor = true;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
-  static constexpr int kJointRows = 8;  // of a box of gate or of up
 
   // Of each stage: BF16 scales of its tokens, then two FP32 ones of the weights.
-  static constexpr int kLaneScales = kTokens / 4;  // of the tokens that a lane has in its accumulators
-  static constexpr int kWeightScales = 2 * kTokens;
+  static constexpr int kUnitScaleBytes = 128;
+  static constexpr int kWeightScales = kMaxUnits * kUnitScaleBytes;
   static constexpr int kScaleBytes = kWeightScales + 16;
-  static constexpr int kSharedBytes = kTableOffset + kStages * kScaleBytes;
+  static constexpr int kScaleOffset = (kTableOffset + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kScaleOffset + kStages * kScaleBytes;
+  static MOE_FN uint32_t scales(uint32_t base, uint32_t stage) { return base + kScaleOffset + stage * kScaleBytes; }
 
-  static_assert(kTableOffset % 8 == 0 && kScaleBytes % 8 == 0 && kLaneScales % 4 == 0, "scales are read in pieces of eight bytes");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
-// Where the scales of a stage lie.
-template <class Config>
-MOE_FN uint32_t token_scales(uint32_t base, uint32_t stage) {
-  return base + Config::kTableOffset + stage * Config::kScaleBytes;
-}
-
-// Fourth warp, one task: the scales of each K block. A lane has 16 neighbouring tokens, which are four values of each lane of a quad. The codes of
-// tokens past the expert's count, and scales that no lane writes, are whatever they are: columns of a product do not meet.
+// Fourth warp, one task: the weights' scales of each K block.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void scale_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, rank);
   const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   const uint32_t lane = Isa::lane_index();
-  const bool mine = 16 * static_cast<int>(lane) < tile_tokens<Config>(tile);
   const WeightCodes<kKind, 1> weights(args, tile);
-  const uint8_t* const weight_codes = weights.codes[lane % 2 < weights.kCount ? lane % 2 : 0];
-  const uint8_t* codes = args.a_codes + tile.row0 + (mine ? 16 * lane : 0);
-  wait_ready<Isa>(tile, args);
-  auto tokens = Isa::load_global_vector(codes);
-  uint32_t weight = Isa::load_code(weight_codes);
+  const uint8_t* const codes = weights.codes[lane < weights.kCount ? lane : 0];
+  uint32_t code = Isa::load_code(codes);
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
-    const uint32_t four[4] = {tokens.x, tokens.y, tokens.z, tokens.w};
-    const float weight_scale = mx::finite_scale_value(weight);
-    if (kb + 1 < k_blocks) {  // arrives while this warp waits for a stage
-      codes += args.num_rows;
-      tokens = Isa::load_global_vector(codes);
-      weight = Isa::load_code(weight_codes + weights.at(kb + 1));
-    }
+    const float scale = mx::finite_scale_value(code);
+    if (kb + 1 < k_blocks) code = Isa::load_code(codes + weights.at(kb + 1));  // arrives while this warp waits for a stage
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-    const uint32_t scales = token_scales<Config>(ring.base, ring.stage);
-    if (mine) {
-      MOE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t selector = i % 2 ? 0x4342u : 0x4140u;
-        const uint32_t first = mx::bf16_scales(mx::permute_bytes(four[i / 2], 0, selector));
-        const uint32_t second = mx::bf16_scales(mx::permute_bytes(four[2 + i / 2], 0, selector));
-        Isa::store_float2(scales + 2 * Config::kLaneScales * i + 8 * lane, mx::float_of(first), mx::float_of(second));
-      }
+    if (lane < weights.kCount) {
+      Isa::store_word(Config::scales(ring.base, ring.stage) + Config::kWeightScales + 4 * lane, mx::bits_of(scale));
     }
-    if (lane < 2) Isa::store_word(scales + Config::kWeightScales + 4 * lane, mx::bits_of(weight_scale));
     Isa::barrier_arrive(ring.full());
     ring.advance();
   }
@@ -101,17 +77,22 @@ struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
   // read its stage.
   template <int kPending, int kHalf, int kCount>
   MOE_FN void finish_half(const float (&part)[kCount], uint32_t scales, uint32_t empty) {
-    constexpr int kPieces = kCount / 8;  // of four scales
+    constexpr int kPieces = kCount / 8;  // of four scales: two blocks of eight tokens
     uint32_t pair[kPieces][2];
     MOE_UNROLL
     for (int i = 0; i < kPieces; ++i) {  // before the wait, so that they come for nothing
+      const int block = kCount / 4 * kHalf + 2 * i;
       float two[2];
-      Isa::load_float2(scales + 2 * Config::kLaneScales * (lane % 4) + kCount * kHalf + 8 * i, two[0], two[1]);
+      Isa::load_float2(scales + block / 8 * Config::kUnitScaleBytes + 32 * (lane % 4) + block % 8 * 4, two[0], two[1]);
       pair[i][0] = mx::bits_of(two[0]);
       pair[i][1] = mx::bits_of(two[1]);
     }
     float weight[2];
-    Isa::load_float2(scales + Config::kWeightScales, weight[0], weight[1]);
+    if constexpr (kKind == kGateUp) {
+      Isa::load_float2(scales + Config::kWeightScales, weight[0], weight[1]);
+    } else {
+      weight[0] = weight[1] = mx::float_of(Isa::load_word(scales + Config::kWeightScales));
+    }
     Isa::template mma_wait<kPending>();
     if (kHalf == 1) {
       Isa::warp_sync();  // all lanes have read their scales
@@ -122,7 +103,7 @@ struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
       MOE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float token = i % 2 ? Isa::bf16_hi(pair[j / 2][j % 2]) : Isa::bf16_lo(pair[j / 2][j % 2]);
-        const float factor = Isa::mul(token, weight[kKind == kGateUp ? i / 2 : 0]);  // exact, as mx::product_scale
+        const float factor = Isa::mul(token, weight[i / 2]);  // exact, as mx::product_scale
         float& sum = acc[0][kCount * kHalf + 4 * j + i];
         sum = Isa::fma(part[4 * j + i], factor, sum);
       }
@@ -138,7 +119,7 @@ struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
     int left = 2 * k_blocks - 1;  // halves to be started; odd
     MOE_NO_UNROLL
     for (; left > 1; left -= 2) {
-      const uint32_t scales = token_scales<Config>(base, ring.stage), empty = ring.empty();
+      const uint32_t scales = Config::scales(base, ring.stage), empty = ring.empty();
       start_half(second, ring.data(), 1);
       finish_half<1, 0>(first, scales, empty);
       ring.advance();
@@ -149,7 +130,7 @@ struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
     // Never taken. Without it the compiler makes one piece of the loop's head and the tail, which begin alike, and ptxas then no longer sees which
     // products are under way, and makes each wait for the one before.
     if (left < 1) return Isa::template mma_wait<0>();
-    const uint32_t scales = token_scales<Config>(base, ring.stage), empty = ring.empty();
+    const uint32_t scales = Config::scales(base, ring.stage), empty = ring.empty();
     start_half(second, ring.data(), 1);
     finish_half<1, 0>(first, scales, empty);
     finish_half<0, 1>(second, scales, empty);

@@ -57,6 +57,10 @@ Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxO
 Status dispatch_quantized(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
                           uint16_t* rows_MxD, cudaStream_t stream);
 
+// The scales of kAligned rows as products with tokens on the N side read them: of codes (lines, M), which are those of the plan's rows, in BF16,
+// each 64 rows in the order of mx::lane_position. Whole 64 rows without a slot are left alone.
+Status lane_scales(const LayerShape& shape, const Plan& plan, const uint8_t* codes, int64_t lines, uint16_t* scales, cudaStream_t stream);
+
 // BF16 values of kAligned rows: elements (halves, M, width), codes (halves, width/128, M). Rows without a slot are left alone.
 Status dequantize_aligned_rows(const LayerShape& shape, const Plan& plan, const uint8_t* elements, const uint8_t* codes, int64_t width,
                                int64_t halves, uint16_t* out, cudaStream_t stream);

@@ -348,4 +348,7 @@ MOE_HOST_FN int64_t interleaved_offset(int64_t row, int64_t block, int64_t colum
 // accumulators of lane l are columns 8 j + 2 (l % 4) + i (PTX ISA, wgmma D fragments).
 MOE_HOST_FN constexpr int fragment_position(int column) { return column % 8 / 2 * 32 + column / 8 * 2 + column % 2; }
 
+// Of 64 neighbouring rows, where they are the columns of a product (tokens on the N side): as fragment_position, 16 for each lane of a quad.
+MOE_HOST_FN constexpr int lane_position(int row) { return row % 8 / 2 * 16 + row / 8 * 2 + row % 2; }
+
 }  // namespace moe::mx

@@ -182,6 +182,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Eight scales a thread: four pairs of neighbouring rows, which one lane of a quad will want.
+__global__ void __launch_bounds__(kThreads)
+    lane_scales_kernel(const uint8_t* __restrict__ codes, int64_t rows, const int32_t* __restrict__ slot_M, uint4* __restrict__ scales) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;  // of the line's eights
+  const int64_t group = at / 8 * 64;
+  if (group >= rows || slot_M[group] < 0) return;
+  const int eighth = static_cast<int>(at % 8);
+  const uint8_t* from = codes + blockIdx.y * rows + group + 2 * (eighth / 2) + 32 * (eighth % 2);
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t two = *reinterpret_cast<const uint16_t*>(from + 8 * i);
+    pairs[i] = mx::bf16_scales((two & 0xFFu) | (two & 0xFF00u) << 8);
+  }
+  scales[(blockIdx.y * rows) / 8 + at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 // Counts per thread, then per block, then one integer atomic per block and count.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -300,6 +317,12 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
       reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(elements_MxD), codes,
       reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), static_cast<int>(s.top_k), s.rows, plan);
   return launched("dispatch_quantized");
+}
+
+Status lane_scales(const LayerShape& s, const Plan& plan, const uint8_t* codes, int64_t lines, uint16_t* scales, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((s.rows / 8 + kThreads - 1) / kThreads), static_cast<unsigned>(lines));
+  lane_scales_kernel<<<grid, kThreads, 0, stream>>>(codes, s.rows, plan.slot_M, reinterpret_cast<uint4*>(scales));
+  return launched("lane_scales");
 }
 
 Status dequantize_aligned_rows(const LayerShape& s, const Plan& plan, const uint8_t* elements, const uint8_t* codes, int64_t width,

@@ -14,4 +14,7 @@ namespace moe {
 Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape,
                          int box_rows = kPanelRows);
 
+// Of gate and up (shape.halves is 2, shape.outer a multiple of 8), E4M3: boxes of 32 rows of each, eight of one and eight of the other in turn.
+Status encode_joint_map(CUtensorMap* map, const char* name, const void* address, const TensorShape& shape);
+
 }  // namespace moe

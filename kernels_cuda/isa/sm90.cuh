@@ -77,6 +77,13 @@ struct Sm90 {
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
   }
+  // 32 rows of gate and the same of up, eight of each in turn (encode_joint_map).
+  static MOE_FN void load_joint_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int k, int row, int expert) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, 0, 0, %4, %5}], [%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(k), "r"(row / 8), "r"(expert)
+        : "memory");
+  }
   // The same panel lands at the same shared address, and is counted on the same barrier, in both blocks of the cluster. kKeep: L2 is asked
   // to keep it, since others read it too (the policy is what createpolicy.fractional.L2::evict_last gives).
   template <bool kKeep = false>

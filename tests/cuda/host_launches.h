@@ -253,6 +253,17 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
   return rows_MxD != nullptr ? dispatch_rows(s, x_TxD, plan, rows_MxD, stream, 64) : Status{};
 }
 
+Status lane_scales(const LayerShape& s, const Plan& plan, const uint8_t* codes, int64_t lines, uint16_t* scales, cudaStream_t) {
+  for (int64_t line = 0; line < lines; ++line) {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      if (plan.slot_M[row / 64 * 64] < 0) continue;
+      const float scale = mx::finite_scale_value(codes[line * s.rows + row]);
+      scales[line * s.rows + row / 64 * 64 + mx::lane_position(row % 64)] = static_cast<uint16_t>(mx::bits_of(scale) >> 16);
+    }
+  }
+  return {};
+}
+
 Status dequantize_aligned_rows(const LayerShape& s, const Plan& plan, const uint8_t* elements, const uint8_t* codes, int64_t width,
                                int64_t halves, uint16_t* out, cudaStream_t) {
   const int64_t groups = (width + 127) / 128;

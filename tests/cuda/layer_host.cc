@@ -103,6 +103,10 @@ Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, co
   return describe_tensor(map, name, element, address, shape);
 }
 
+Status encode_joint_map(CUtensorMap* map, const char* name, const void* address, const TensorShape& shape) {
+  return encode_tensor_map(map, name, Element::kE4m3, address, shape, 8);
+}
+
 namespace {
 
 // What both recipes are given and give, all of it in an arena.

@@ -202,8 +202,17 @@ void run(const Arguments& args, uint32_t seed) {
   if (both_sides) std::swap(fault, none);
 }
 template <Kind kKind>
-void run_tokens_n(const Arguments& args, uint32_t seed) {
+void run_tokens_n(Arguments args, uint32_t seed) {
   using Config = MxTokensNConfig;
+  const int lines = (kKind == kDgradGateUp ? 2 : 1) * blocks_of(args.k_extent);
+  std::vector<uint16_t> scales(size_t(lines) * num_rows, 0xFFFF);
+  for (int line = 0; line < lines; ++line) {
+    for (int r = 0; r < num_rows; ++r) {
+      const float scale = mx::finite_scale_value(args.a_codes[size_t(line) * num_rows + r]);
+      scales[size_t(line) * num_rows + r / 64 * 64 + mx::lane_position(r % 64)] = uint16_t(mx::bits_of(scale) >> 16);
+    }
+  }
+  args.a_scales = scales.data();
   run_list<MxTokensN<kKind, true, Isa>>({kKind, Config::kTileM, step_n<Config>(kKind), args.m_extent, args.n_extent, false, Pairs::kColumns}, args, seed);
 }
 
@@ -348,7 +357,7 @@ uint64_t gate_up(uint32_t seed) {
   if (both_sides) {  // h in BF16, to be quantised later
     std::vector<uint16_t> saved_n(2 * wide(), 0xFFFF), h_n(wide(), 0xFFFF), h_m(wide());
     for (size_t i = 0; i < wide(); ++i) h_m[i] = Host::bf16(expected[i]);
-    args.b.box_rows = MxTokensNConfig::kJointRows;
+    args.b.box_rows = 8;
     args.out = map_of(h_n.data(), 2, kF, num_rows);
     args.gate_up = map_of(saved_n.data(), 2, kF, num_rows, 2);
     run_tokens_n<kGateUp>(args, seed);

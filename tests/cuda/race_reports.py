@@ -66,7 +66,9 @@ class Code:
     def instructions(self, kernel: str) -> dict[int, str]:
         """By offset, of a kernel `name<moe::Roles<(moe::Kind)K, (bool)B, ...` as the tool writes it; empty if there is none."""
         found = re.search(r"(\w+)<moe::(\w+)<\(moe::Kind\)(\d+), \(bool\)([01]),", kernel)
-        mangled = "{}INS_{}{}ILNS_4KindE{}ELb{}E".format(found[1], len(found[2]), *found.groups()[1:]) if found else None
+        mangled = (
+            "{}INS_{}{}ILNS_4KindE{}ELb{}E".format(found[1], len(found[2]), *found.groups()[1:]) if found else None
+        )
         names = [name for name in self._functions if mangled and mangled in name]
         return self._functions[names[0]] if len(names) == 1 else {}
 

@@ -53,10 +53,10 @@ def run_shapes(unwritten: bool) -> None:
             ("exact", False, "gate_up", "resident_128"),
             ("aligned", True, "recompute", "tokens_n"),
         ):
-            products = ("wgrad_down", "wgrad_gate_up")
-            if way == "tokens_n":  # what goes straight to its tokens has rows on the M side
-                products = ("gate_up", "down", "dgrad_gate_up") if top_k > 1 else ("gate_up",)
-            ways = dict.fromkeys(products, way)
+            ways = {}
+            if way != "tokens_n":  # which these few rows would take by themselves
+                ways = dict.fromkeys(("gate_up", "down", "dgrad_gate_up"), "dispatched")
+                ways |= dict.fromkeys(("wgrad_down", "wgrad_gate_up"), way)
             layer = mx_c_api.MxLayer(tokens, top_k, experts, d, f, mode, wgrad_bf16, ways=ways)
             weights = layer.prepare(w_gate_up), layer.prepare(w_down)
             plan, saved = layer.schedule(expert.int().contiguous(), layer.new_plan()), layer.new_saved(save)

@@ -46,7 +46,7 @@ FAULTS = [
     # A stage given back before its scales are read.
     ("sync:load", "wgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
-    ("sync:load", "down_tokens_n", "read by warp", "write by the fourth warp"),  # scales, overwritten
+    ("sync:load", "down_tokens_n", "read by warp", "write by the copy engine"),  # scales, overwritten
     ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
@@ -78,9 +78,13 @@ MUTATIONS = {
     "scales given back before they are read": (
         "mx_tokens_n.h",
         "finish_half<1, 1>(second, scales, empty);",
-        "finish_half<1, 1>(second, token_scales<Config>(base, ring.stage), empty);",
+        "finish_half<1, 1>(second, Config::scales(base, ring.stage), empty);",
     ),
-    "gate and up of other columns": ("gemm_tokens_n.h", "32 * p + 8 * (i / 2)", "32 * p + 8 * (i / 4)"),
+    "gate and up of other columns": (
+        "gemm_tokens_n.h",
+        "tile.n0 + 32 * p, tile.expert",
+        "tile.n0 + 16 * p, tile.expert",
+    ),
 }
 
 

@@ -55,6 +55,11 @@ def routing(rng, sizes, top_k, experts, tokens):
     return ids
 
 
+ROWS_ON_M = dict.fromkeys(
+    ("gate_up", "down", "dgrad_gate_up"), "dispatched"
+)  # not what problems with few rows take by themselves
+
+
 class Problem:
     def __init__(self, name):
         sizes, top_k, experts, tokens, self.d, self.f, self.activation, data = CASES[name]
@@ -157,11 +162,11 @@ def test_every_way_of_a_bf16_weight_gradient_has_equal_bits(name, mode):
 @pytest.mark.parametrize("wgrad_bf16", [False, True], ids=["mx_wgrad", "bf16_wgrad"])
 def test_tokens_on_the_n_side_have_equal_bits(name, save, wgrad_bf16):
     p = Problem(name)
-    rows = p.run("aligned", wgrad_bf16, save)
+    rows = p.run("aligned", wgrad_bf16, save, ways=ROWS_ON_M)
     for products in (["gate_up"], ["down"], ["dgrad_gate_up"], ["gate_up", "down", "dgrad_gate_up"]):
         if p.top_k == 1 and products != ["gate_up"]:
             continue
-        other = p.run("aligned", wgrad_bf16, save, dirt=0x7F, ways=dict.fromkeys(products, "tokens_n"))
+        other = p.run("aligned", wgrad_bf16, save, dirt=0x7F, ways=ROWS_ON_M | dict.fromkeys(products, "tokens_n"))
         for k in NAMES:
             assert torch.equal(rows[k], other[k]), (products, k)
 

@@ -44,6 +44,10 @@ struct Host {
   static void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 1 << host::block());
   }
+  static void load_joint_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int k, int row, int expert) {
+    if (map->box_rows != 8) host::fail("joint gate and up have a map of their own");
+    for (int i = 0; i < 8; ++i) load(map, bar, dst + i * 1024, k, row + 8 * (i / 2), i % 2, expert, 1 << host::block());
+  }
   template <bool kKeep = false>
   static void load_panel_both(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 3);
