@@ -41,6 +41,7 @@ struct Carry {
   const int* start_E;
   int tokens, top_k, experts;
   int vectors;          // 16-byte pieces of a row
+  int zero_to;          // padding is zero up to a multiple of so many rows, a power of two
 };
 
 // On Hopper. The map `out` is also where a continued dW comes from.

@@ -13,6 +13,11 @@ namespace moe {
 
 constexpr uint32_t kGatherLanes = 32;  // lanes of the gathering warp
 
+template <class Config>
+MOE_HOST_FN constexpr bool can_gather(Kind kind) {
+  return Config::kElementBytes == 1 ? can_gather_fp8(kind) : can_gather(kind);
+}
+
 // The part of an instruction that depends on the lane alone: it copies piece lane % 8 of row 4 i + lane / 8 in instruction i.
 template <class Isa>
 struct GatherLane {
@@ -27,46 +32,64 @@ struct GatherLane {
   }
 };
 
-// One task: up to 128 rows, 64 columns of K at a time. Which rows they are is the same for every K block. Rows past
-// the expert's count read the first token: rows of a product do not meet, and the epilogue writes zeros for them.
+// One task: up to 128 rows, 128 bytes of K at a time. Which rows they are is the same for every K block, so where they start, in bytes from the
+// start of the tokens, is kept: in registers, or, where a warp has few, in shared memory (Config::kOffsetTable), from where a lane reads four at a
+// time. Rows past the expert's count read the first token: rows of a product do not meet, and the epilogue writes zeros for them.
 template <class Isa, class Config, class Arguments>
 MOE_FN void gather_rows(const Task& tile, int k_blocks, const Arguments& args, Ring<Isa, Config>& ring) {
+  constexpr bool kTable = Config::kOffsetTable > 0;
   constexpr int kInstructions = Config::kTileM / 4;
+  constexpr uint32_t kTablePitch = 4 * kInstructions + 16;  // of a row of four; those of all four are read without bank conflicts
   const GatherLane<Isa> mine;
-  uint32_t offset[kInstructions];  // bytes from the start of the tokens
+  uint32_t offset[kTable ? 1 : kInstructions];
+  if (kTable) Isa::warp_sync();  // all lanes have read those of the tile before
   MOE_UNROLL
   for (int q = 0; q < Config::kTileM / 32; ++q) {
     const int row = 32 * q + static_cast<int>(mine.lane);
     const int slot = row < tile.rows ? args.slot_M[tile.row0 + row] : 0;
     const int token = slot / args.top_k;
-    MOE_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      offset[8 * q + i] = (static_cast<uint32_t>(Isa::shuffle(token, 4 * i + mine.row)) * static_cast<uint32_t>(args.gather_vectors) + mine.piece) * 16u;
+    if constexpr (kTable) {
+      Isa::store_word(ring.base + Config::kOffsetTable + mine.lane % 4 * kTablePitch + 4 * (8 * q + mine.lane / 4),
+                      (static_cast<uint32_t>(token) * static_cast<uint32_t>(args.gather_vectors)) * 16u);
+    } else {
+      MOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        offset[8 * q + i] = (static_cast<uint32_t>(Isa::shuffle(token, 4 * i + mine.row)) * static_cast<uint32_t>(args.gather_vectors) + mine.piece) * 16u;
+      }
     }
   }
+  if (kTable) Isa::warp_sync();
   const bool two_panels = tile.rows > 64;
   const int whole_blocks = args.gather_vectors / 8;  // the last block may stand over the end of a row
-  const uint8_t* from = args.gather;
+  const uint8_t* from = args.gather + (kTable ? 16 * mine.piece : 0);
+  // Four instructions of the current stage; inside: whether this lane's piece exists.
+  auto gather_four = [&](uint32_t dst, int four, bool inside) {
+    uint32_t at[4];
+    if constexpr (kTable) {
+      const auto read = Isa::load_vector(ring.base + Config::kOffsetTable + mine.row * kTablePitch + 16 * four);
+      at[0] = read.x, at[1] = read.y, at[2] = read.z, at[3] = read.w;
+    } else {
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) at[i] = offset[4 * four + i];
+    }
+    MOE_UNROLL
+    for (int i = 0; i < 4; ++i) Isa::gather_vector(mine.address(dst, 4 * four + i), inside ? from + at[i] : args.gather, inside ? 16u : 0u);
+  };
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
     const uint32_t dst = ring.data();
-    auto gather_panel = [&](int p, uint32_t size) {
+    auto gather_panel = [&](int p, bool inside) {
       MOE_UNROLL
-      for (int i = 0; i < kInstructions / 2; ++i) {
-        const int at = kInstructions / 2 * p + i;
-        Isa::gather_vector(mine.address(dst, at), from + offset[at], size);
-      }
+      for (int i = 0; i < kInstructions / 8; ++i) gather_four(dst, kInstructions / 8 * p + i, inside);
     };
     if (kb < whole_blocks) {
-      gather_panel(0, 16);
-      if (two_panels) gather_panel(1, 16);
+      gather_panel(0, true);
+      if (two_panels) gather_panel(1, true);
     } else {
       const bool inside = 8 * kb + static_cast<int>(mine.piece) < args.gather_vectors;
-      MOE_UNROLL
-      for (int i = 0; i < kInstructions; ++i) {
-        Isa::gather_vector(mine.address(dst, i), inside ? from + offset[i] : args.gather, inside ? 16u : 0u);
-      }
+      gather_panel(0, inside);
+      gather_panel(1, inside);
     }
     Isa::gather_arrive(ring.full());
     from += 128;
@@ -85,13 +108,21 @@ MOE_FN void follow(int stages, Ring<Isa, Config>& ring) {
   }
 }
 
+// Whether a launch of kinds that can gather does. If not, its fourth warp has nothing to do, and no stage waits for it.
+template <class Batch>
+MOE_FN bool gathers(const Batch& batch) {
+  bool any = false;
+  for (const auto& args : batch.kinds) any = any || args.gather != nullptr;
+  return any;
+}
+
 // Gathering warp, one task: the K blocks of operand A.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void gather_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring) {
   const Task tile = block_tile<Config>(task, kKind, rank);
   const int k_blocks = task_k_blocks<kKind, Config>(task, args);
   wait_ready<Isa>(tile, args);
-  if (can_gather(kKind) && args.gather != nullptr) {
+  if (can_gather<Config>(kKind) && args.gather != nullptr) {
     gather_rows<Isa, Config>(tile, k_blocks, args, ring);
   } else {
     if (is_wgrad(kKind) && args.accumulate) follow(Config::kColumns64, ring);
@@ -157,11 +188,10 @@ MOE_FN void carry_token(const Carry& carry, int token) {
   }
 }
 
-// Zeros up to the next multiple of 64 rows: whole panels of padding are never read.
 template <class Isa>
 MOE_FN void carry_padding(const Carry& carry, int expert) {
   const int count = carry.count_E[expert];
-  const int total = (-count & 63) * carry.vectors;
+  const int total = (-count & carry.zero_to - 1) * carry.vectors;
   uint8_t* out = carry.to + 16 * ((static_cast<int64_t>(carry.start_E[expert]) + count) * carry.vectors);
   MOE_NO_UNROLL
   for (int at = static_cast<int>(Isa::lane_index()); at < total; at += 32) {
@@ -177,6 +207,11 @@ MOE_FN void carry_rows(const Carry& carry, int block, int blocks) {
   for (int token = block; token < carry.tokens; token += blocks) carry_token<Isa>(carry, token);
   MOE_NO_UNROLL
   for (int expert = block; expert < carry.experts; expert += blocks) carry_padding<Isa>(carry, expert);
+}
+// Of all blocks of the launch, in clusters of two.
+template <class Isa>
+MOE_FN void carry_rows(const Carry& carry) {
+  carry_rows<Isa>(carry, static_cast<int>(2 * Isa::cluster_index() + Isa::cluster_rank()), static_cast<int>(2 * Isa::num_clusters()));
 }
 
 }  // namespace moe

@@ -309,7 +309,10 @@ struct Resident {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kFourthWarp = false;
-  static constexpr uint32_t kFullArrivals = 1;
+  template <class Batch>
+  static MOE_FN uint32_t full_arrivals(const Batch&) {
+    return 1;
+  }
 
   static MOE_FN Columns columns(uint32_t base) { return Columns(base + Config::kColumnsOffset); }
   static MOE_FN void init(uint32_t base) {

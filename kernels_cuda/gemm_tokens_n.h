@@ -398,7 +398,10 @@ template <Kind kKind, bool kPlain, class Isa>
 struct TokensN : TokensNRoles<kKind, Isa, TokensNConfig, TokensNConsumer<kKind, kPlain, Isa, TokensNConfig>> {
   using Config = TokensNConfig;
   static constexpr bool kFourthWarp = can_gather(kKind);
-  static constexpr uint32_t kFullArrivals = 1 + (kFourthWarp ? kGatherLanes : 0);
+  template <class Batch>
+  static MOE_FN uint32_t full_arrivals(const Batch&) {
+    return 1 + (kFourthWarp ? kGatherLanes : 0);
+  }
 
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {

@@ -362,7 +362,8 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.accumulate = accumulate;
   if (carries_x) {
     dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(m.x_MxD), plan.row_TxK, plan.count_E, plan.start_E,
-                     static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(s.d_model / 8)};
+                     static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(s.d_model / 8),
+                     multiplied_rows(m.wgrad_gate_up.layout)};
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
   MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));

@@ -41,6 +41,7 @@ struct GemmConfig {
   static constexpr int kWeightChunk = 128;      // columns of F in one partial sum of d(weight): the same in every configuration
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
+  static constexpr int kOffsetTable = 0;  // of a gathering warp: in registers
 
   static constexpr int kMaxUnits = kColumns64;  // pieces in which a consumer hands its tile to its store warp
 
@@ -68,7 +69,7 @@ struct GemmConfig {
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
 
-// Barriers. Stages: full[s], one arrival, this block's producer, with the bytes of its own copies and the peer's multicast; in kernels that can
+// Barriers. Stages: full[s], one arrival, this block's producer, with the bytes of its own copies and the peer's multicast; in launches that
 // gather, one more by each lane of the gathering warp, on every stage; consumers wait. empty[s], 4 warps x 2 consumers x 2 blocks, because the
 // peer's multicast also writes here; the producer waits. Both blocks run the same number of stages for a task, so the rings stay in step.
 template <class Config>
@@ -107,7 +108,7 @@ MOE_HOST_FN constexpr bool uses_staging(Kind kind) { return kind != kGateUp && k
 // what comes with the K blocks (gemm_load.h).
 template <Kind kKind, class Isa, class Config, class Arguments, class ScalesOf>
 MOE_FN void load_task(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring, ScalesOf scales_of) {
-  const bool gathered = can_gather(kKind) && args.gather != nullptr;
+  const bool gathered = can_gather<Config>(kKind) && args.gather != nullptr;
   const Task tile = block_tile<Config>(task, kKind, rank);
 
   // Two panels per consumer: gate and up, or 2 x 32 columns of an FP32 gradient.
@@ -582,7 +583,10 @@ template <class Kinds, bool kPlain, class Isa, class Config_>
 struct TokensM {
   using Config = Config_;
   static constexpr bool kFourthWarp = Kinds::kCanGather || Kinds::kCanCarry;  // has work
-  static constexpr uint32_t kFullArrivals = 1 + (Kinds::kCanGather ? kGatherLanes : 0);  // on a full barrier of the ring
+  template <class Batch>
+  static MOE_FN uint32_t full_arrivals(const Batch& batch) {  // on a full barrier of the ring
+    return 1 + (Kinds::kCanGather && gathers(batch) ? kGatherLanes : 0);
+  }
   static MOE_FN void init(uint32_t) {}  // barriers of its own
 
   // f(kind as a type, task, arguments of that kind)
@@ -606,9 +610,8 @@ struct TokensM {
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
     static_assert(!Kinds::kCanGather || !Kinds::kCanCarry, "one warp does either");
     if constexpr (Kinds::kCanCarry) {
-      const int block = static_cast<int>(2 * Isa::cluster_index() + Isa::cluster_rank());
-      for (const auto& args : batch.kinds) carry_rows<Isa>(args.carry, block, static_cast<int>(2 * Isa::num_clusters()));
-    } else {
+      for (const auto& args : batch.kinds) carry_rows<Isa>(args.carry);
+    } else if (gathers(batch)) {
       Ring<Isa, Config> ring(base);
       each_task(batch, [&](auto kind, const Task& task, const auto& args) {
         gather_task<decltype(kind)::value, Isa>(task, args, Isa::cluster_rank(), ring);
@@ -642,7 +645,7 @@ MOE_FN void run_roles(const Batch& batch) {
   const uint32_t warp = Isa::warp_index();
   if (warp == 0 && Isa::elect_one()) {
     for (int s = 0; s < Config::kStages; ++s) {
-      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, Roles::kFullArrivals);
+      Isa::barrier_init(base + Config::kBarrierOffset + 8 * s, Roles::full_arrivals(batch));
       Isa::barrier_init(base + Config::kBarrierOffset + 8 * (Config::kStages + s), 2 * Config::kConsumers * 4);
     }
     for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {

@@ -54,11 +54,6 @@ int64_t mx_code_bytes(int64_t batch, int64_t rows, int64_t columns, const MxOutp
   return moe::code_bytes(source(nullptr, 0, batch, rows, columns, nullptr, 0), output(*out), by_rows != 0);
 }
 
-const char* mx_dispatch(const moe::LayerShape* shape, const uint16_t* x, const moe::Plan* plan, uint8_t* elements, uint8_t* codes,
-                        void* stream) {
-  return report(moe::dispatch_quantized(*shape, x, *plan, elements, codes, nullptr, static_cast<cudaStream_t>(stream)));
-}
-
 const char* mx_count_losses(const void* data, int fp32, int64_t batch, int64_t rows, int64_t columns, const int32_t* slot_M,
                             uint64_t* counts, void* stream) {
   return report(moe::count_losses(source(data, fp32, batch, rows, columns, slot_M, 0), counts, static_cast<cudaStream_t>(stream)));

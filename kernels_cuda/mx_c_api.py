@@ -37,7 +37,7 @@ class _Weights(ctypes.Structure):
 
 def load(library=LIBRARY) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(library))
-    for name in ("mx_quantize", "mx_dispatch", "mx_count_losses", "mx_prepare_weight", "mx_forward", "mx_backward"):
+    for name in ("mx_quantize", "mx_count_losses", "mx_prepare_weight", "mx_forward", "mx_backward"):
         getattr(lib, name).restype = ctypes.c_char_p
     for name in ("mx_code_bytes", "mx_forward_workspace_bytes", "mx_backward_workspace_bytes"):
         getattr(lib, name).restype = ctypes.c_int64

@@ -1,10 +1,10 @@
 // The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
 // the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
-// kAligned: x and dY are quantised while they are gathered from their tokens, h in the epilogue of gate/up, d(gate), d(up) and weight * h
-// in that of dgrad-down; no pass only quantises, but for gate and up that are saved in MXFP8, and h where tokens are on the N side. kExact
-// does it in passes of their own. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored
-// transposed.
+// kAligned: x and dY are quantised while their tokens are dispatched, or as tokens where dgrad-down gathers them, h in the epilogue of gate/up,
+// d(gate), d(up) and weight * h in that of dgrad-down; no pass over rows only quantises, but for gate and up that are saved in MXFP8, and h where
+// tokens are on the N side. kExact does it in passes of their own. Weight gradients contract over rows: their operands are quantised along rows
+// and, for FP8, stored transposed.
 #include <algorithm>
 
 #include "gemm_kernels.h"
@@ -37,6 +37,17 @@ int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
 // Whether a product can have its tokens on the N side: of FP8 operands, and not where rows go straight to their tokens.
 bool has_tokens_n(const LayerShape& s, bool fp8, Kind kind) { return fp8 && can_put_tokens_on_n(kind) && (kind == kGateUp || s.top_k > 1); }
 
+// Whether a product can read quantised tokens where they are: a gathering warp counts their bytes in 32 bits, and they take the space of rows.
+bool has_gathered(const LayerShape& s, bool fp8, Kind kind) {
+  return fp8 && can_gather_fp8(kind) && s.tokens * s.d_model <= UINT32_MAX && s.tokens <= s.rows;
+}
+// By default where experts are narrow, as in layer.cc, and where a dispatch would write more than the tokens.
+bool gathers(const LayerShape& s, bool fp8, Kind kind) {
+  constexpr int64_t kGatherWidth = 1536;
+  if (s.way[kind] != kWayAuto) return s.way[kind] == kWayGathered;
+  return has_gathered(s, fp8, kind) && s.top_k > 1 && s.width <= kGatherWidth;
+}
+
 Status check_shape(const LayerShape& s, const MxOptions& options) {
   auto say = [](const char* name, int64_t value, const char* rule) {
     return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
@@ -51,7 +62,9 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
   if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
   for (int kind = 0; kind < kNumKinds; ++kind) {
     const Way way = s.way[kind];
-    if (way == kWayTokensN && has_tokens_n(s, options.mode == MxMode::kAligned, static_cast<Kind>(kind))) continue;
+    const bool aligned = options.mode == MxMode::kAligned;
+    if (way == kWayTokensN && has_tokens_n(s, aligned, static_cast<Kind>(kind))) continue;
+    if (way == kWayGathered && has_gathered(s, aligned, static_cast<Kind>(kind))) continue;
     const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && (way == kWayResident512 || way == kWayResident128);
     if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
   }
@@ -162,6 +175,18 @@ Operand take_operand(Workspace& w, const LayerShape& s, bool fp8, int64_t width,
   return o;
 }
 
+// Operand A of a product, made of tokens: their rows, or, where it gathers, the tokens.
+struct TokenOperand : Operand {
+  uint8_t* token_codes = nullptr;
+  bool by_token = false;
+};
+TokenOperand take_tokens(Workspace& w, const LayerShape& s, bool fp8, Kind kind) {
+  TokenOperand o = {take_operand(w, s, fp8, s.d_model)};
+  if (fp8) o.token_codes = w.take<uint8_t>(s.tokens * token_code_pitch(s.d_model));
+  o.by_token = gathers(s, fp8, kind);
+  return o;
+}
+
 TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
 
 Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves = 1) {
@@ -221,7 +246,8 @@ Status quantize_gate_up(const LayerShape& s, const Plan& plan, const uint16_t* g
 }
 
 struct ForwardMemory {
-  Operand x, h_operand;
+  TokenOperand x;
+  Operand h_operand;
   uint16_t* h_MxF;
   uint16_t* y_MxD;
   uint16_t* gate_up_2xMxF;  // on its way to MXFP8
@@ -230,7 +256,7 @@ struct ForwardMemory {
 
 ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool save_mx) {
   ForwardMemory m;
-  m.x = take_operand(w, s, fp8, s.d_model);
+  m.x = take_tokens(w, s, fp8, kGateUp);
   m.h_operand = take_operand(w, s, fp8, s.width);
   m.gate_up = take_list(w, s, kGateUp, fp8);
   m.h_MxF = fp8 && m.gate_up.layout == Layout::kTokensM ? nullptr : w.take<uint16_t>(s.rows * s.width);
@@ -241,9 +267,10 @@ ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8, bool s
 }
 
 struct BackwardMemory {
-  Operand dy, d_gate_up;                               // A of the data gradients
+  TokenOperand dy;                                     // A of the data gradients
+  Operand d_gate_up;
   Operand dy_columns, scaled_h_columns, x_columns, d_gate_up_columns;  // of the weight gradients
-  Operand x;                                           // A of gate_up when it is computed again
+  TokenOperand x;                                      // A of gate_up when it is computed again
   uint16_t* d_gate_up_2xMxF;
   uint16_t* scaled_h_MxF;
   uint16_t* gate_up_2xMxF;
@@ -256,9 +283,9 @@ BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOption
   BackwardMemory m = {};
   const bool fp8 = options.mode == MxMode::kAligned;
   const bool fp8_wgrad = has_fp8_wgrad(options);
-  m.dy = take_operand(w, s, fp8, s.d_model);
+  m.dy = take_tokens(w, s, fp8, kDgradDown);
   m.d_gate_up = take_operand(w, s, fp8, s.width, 2);
-  m.x = take_operand(w, s, fp8, s.d_model);
+  m.x = take_tokens(w, s, fp8, kGateUp);
   m.dy_columns = take_operand(w, s, fp8_wgrad, s.d_model);
   m.x_columns = take_operand(w, s, fp8_wgrad, s.d_model);
   if (!fp8_wgrad) {
@@ -283,12 +310,19 @@ BackwardMemory backward_memory(Workspace& w, const LayerShape& s, const MxOption
   return m;
 }
 
-// Tokens as A of a product; with `rows` also dispatched in BF16.
-Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const Operand& x, void* rows, cudaStream_t stream) {
+// Tokens as A of a product; with `rows` also dispatched in BF16, as a weight gradient of that layout reads them.
+Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const TokenOperand& x, void* rows, Layout layout,
+                       cudaStream_t stream) {
   uint16_t* const rows_MxD = static_cast<uint16_t*>(rows);
-  if (x.fp8) return dispatch_quantized(s, x_TxD, plan, static_cast<uint8_t*>(x.data), x.codes, rows_MxD, stream);
-  if (rows != nullptr) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, rows_MxD, stream));
+  const int zero_to = multiplied_rows(layout);
+  if (x.fp8) {
+    return dispatch_quantized(s, x_TxD, plan, {x.by_token, static_cast<uint8_t*>(x.data), x.codes, x.token_codes, rows_MxD, zero_to}, stream);
+  }
+  if (rows != nullptr) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, rows_MxD, stream, zero_to));
   return quantize(token_source(s, plan, x_TxD), x.output(Form::kAligned, false), {}, stream);
+}
+Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const TokenOperand& x, cudaStream_t stream) {
+  return quantize_tokens(s, x_TxD, plan, x, nullptr, Layout::kTokensM, stream);
 }
 
 }  // namespace
@@ -323,7 +357,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   ForwardMemory m = forward_memory(space, s, fp8, save_mx);
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
-  MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
+  MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, stream));
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
@@ -388,12 +422,18 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
+  uint16_t* const x_MxD = static_cast<uint16_t*>(m.x_columns.data);  // if BF16
+  const bool carries_x = options.wgrad_bf16 && can_carry(kDgradGateUp) && m.dgrad_gate_up.layout == Layout::kTokensM;
   if (options.wgrad_bf16) {
-    MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, static_cast<uint16_t*>(m.x_columns.data), stream));
-    MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, stream));
+    if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
+    MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, m.wgrad_down.layout, stream));
   } else {
-    MOE_RETURN_IF_ERROR(quantize(token_source(s, plan, dy_TxD), m.dy.output(Form::kAligned, false),
-                                 m.dy_columns.output(Form::kAligned, true), stream));
+    MxOutput by_rows = m.dy.output(Form::kAligned, false);
+    if (m.dy.by_token) {
+      MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, stream));
+      by_rows = {};
+    }
+    MOE_RETURN_IF_ERROR(quantize(token_source(s, plan, dy_TxD), by_rows, m.dy_columns.output(Form::kAligned, true), stream));
     MOE_RETURN_IF_ERROR(
         quantize(token_source(s, plan, x_TxD), {}, m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment), stream));
   }
@@ -402,7 +442,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   CUtensorMap gate_up;
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
-    MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, nullptr, stream));
+    MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, stream));
     auto up = arguments(s, kGateUp, act);
     MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
     up.b = maps.gate_up_fprop;
@@ -423,6 +463,11 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dh.gate_up = gate_up;
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
+  if (m.dy.by_token) {
+    dh.gather = static_cast<const uint8_t*>(m.dy.data);
+    dh.top_k = static_cast<int>(s.top_k);
+    dh.gather_vectors = static_cast<int>(D / 16);
+  }
   dh.weight_partial = m.partial_CxM;
   if (fp8) {  // quantised in the epilogue
     MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2));
@@ -466,6 +511,11 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
   } else {
     MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D));
+  }
+  if (carries_x) {
+    dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(x_MxD), plan.row_TxK, plan.count_E, plan.start_E,
+                     static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(D / 8),
+                     multiplied_rows(m.wgrad_gate_up.layout)};
   }
   MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.dgrad_gate_up, dx_args, fp8, stream));
 

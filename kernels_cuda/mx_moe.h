@@ -6,7 +6,8 @@
 // exactly, for BF16 tensor cores: the numerics of block-scaled hardware up to FP32 summation.
 //
 // Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched; for weight gradients of BF16 operands resident;
-// kAligned, but for down and dgrad_gate_up with one expert per token: gate_up, down and dgrad_gate_up with tokens on the N side, where asked for.
+// kAligned: dgrad_down gathered (no more tokens than M, 4 GiB of them in FP8); and, but for down and dgrad_gate_up with one expert per token,
+// gate_up, down and dgrad_gate_up with tokens on the N side, where asked for.
 #pragma once
 
 #include "moe.h"

@@ -28,6 +28,7 @@ struct MxConfig : GemmConfig<256> {
   static constexpr int kScaleOffset = (kTurnOffset + 8 * kConsumers + 127) / 128 * 128;
   static constexpr int kScaleBytesA = kTileM, kScaleBytesB = 2 * kTileN;
   static constexpr int kGroupOffset = kScaleOffset;  // kDgradDown: barriers of its epilogue; row kinds have no scales in the ring
+  static constexpr int kOffsetTable = kScaleOffset + 128;  // where rows are gathered from (gemm_gather.h)
   static constexpr int kSharedBytes = kScaleOffset + kStages * (kScaleBytesA + kScaleBytesB);
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
@@ -185,6 +186,7 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
     for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(codes[i % 2], codes[2 + i / 2]);
     if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);  // arrives while this block is multiplied
     Isa::barrier_wait(ring.full(), ring.phase);
+    if (can_gather_fp8(kKind) && args.gather != nullptr) Isa::fence_async_shared();  // A was written by lanes, and is read by the tensor cores
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
       multiply_half<false>(block, ring.data(), turns, half);
@@ -265,6 +267,7 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
     MOE_NO_UNROLL
     for (int kb = 0; kb < blocks; ++kb) {  // keep step with the ring: a stage may only be given back once all lanes saw it full
       Isa::barrier_wait(ring.full(), ring.phase);
+      if (can_gather_fp8(kKind) && args.gather != nullptr) Isa::fence_async_shared();  // the copy engine writes there next
       Isa::warp_sync();
       Ring<Isa, Config>::release(ring.empty());
       ring.advance();
@@ -297,8 +300,11 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
 template <Kind kKind, bool kPlain, class Isa>
 struct MxRoles {
   using Config = MxConfig<kKind>;
-  static constexpr bool kFourthWarp = false;
-  static constexpr uint32_t kFullArrivals = 1;
+  static constexpr bool kFourthWarp = can_gather_fp8(kKind) || can_carry(kKind);
+  template <class Batch>
+  static MOE_FN uint32_t full_arrivals(const Batch& batch) {
+    return 1 + (can_gather_fp8(kKind) && gathers(batch) ? kGatherLanes : 0);
+  }
   static MOE_FN void init(uint32_t base) {
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) Isa::barrier_init(base + Config::kTurnOffset + 8 * consumer, 4);
     if constexpr (kKind == kDgradDown) GroupBarriers<Config>::template init<Isa>(base);
@@ -317,8 +323,16 @@ struct MxRoles {
       });
     });
   }
+  // As in BF16 (TokensM).
   template <class Batch>
-  static MOE_FN void gather(const Batch&, uint32_t) {}
+  static MOE_FN void gather(const Batch& batch, uint32_t base) {
+    if constexpr (can_carry(kKind)) {
+      carry_rows<Isa>(batch.kinds[0].carry);
+    } else if (gathers(batch)) {
+      Ring<Isa, Config> ring(base);
+      for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { gather_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+    }
+  }
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     Ring<Isa, Config> ring(base);

@@ -153,7 +153,10 @@ template <Kind kKind, bool kPlain, class Isa>
 struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfig, MxTokensNConsumer<kKind, kPlain, Isa, MxTokensNConfig>> {
   using Config = MxTokensNConfig;
   static constexpr bool kFourthWarp = true;
-  static constexpr uint32_t kFullArrivals = 1 + kGatherLanes;
+  template <class Batch>
+  static MOE_FN uint32_t full_arrivals(const Batch&) {
+    return 1 + kGatherLanes;
+  }
 
   template <class Batch>
   static MOE_FN void gather(const Batch& batch, uint32_t base) {

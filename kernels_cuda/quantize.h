@@ -51,11 +51,21 @@ int64_t code_bytes(const QuantizeSource& source, const MxOutput& out, bool by_ro
 // Either output may be kNone.
 Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
 
-// Tokens to rows and to kAligned MX at once: each token is read and quantised once and written to its top_k rows. x_TxD BF16;
-// elements_MxD, codes (ceil(D/128), M), and if rows_MxD is not null the BF16 rows as dispatch_rows writes them. Padding up to the next multiple
-// of 64 rows is zero, in codes too.
-Status dispatch_quantized(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
-                          uint16_t* rows_MxD, cudaStream_t stream);
+// Bytes from a token's codes to the next one's.
+inline int64_t token_code_pitch(int64_t d_model) { return (d_model + 127) / 128 + 15 & ~int64_t{15}; }
+
+// Tokens in kAligned MX along D, each quantised once. Elements are of rows, padding up to the next multiple of 64 zero; or of tokens, for
+// products that gather them. Codes are always of rows, 0 for all without a token.
+struct QuantizedTokens {
+  bool by_token;
+  uint8_t* elements;     // (M, D); by_token: (T, D)
+  uint8_t* codes;        // (ceil(D/128), M)
+  uint8_t* token_codes;  // (T, token_code_pitch), on the way: a byte at a time they would cost more than the tokens
+  uint16_t* rows_MxD = nullptr;  // if not null: also BF16 rows, as dispatch_rows writes them
+  int zero_rows_to = 64;         // as dispatch_rows
+};
+// x_TxD BF16, read once.
+Status dispatch_quantized(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, const QuantizedTokens& out, cudaStream_t stream);
 
 // The scales of kAligned rows as products with tokens on the N side read them: of codes (lines, M), which are those of the plan's rows, in BF16,
 // each 64 rows in the order of mx::lane_position. Whole 64 rows without a slot are left alone.

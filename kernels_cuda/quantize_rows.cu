@@ -117,30 +117,31 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kPaddingBlocks = 8;
 
+// kByToken: elements_V are of tokens; else of rows. token_codes_TxP: of each 128 of a token's row.
+template <bool kByToken>
 __global__ void __launch_bounds__(kThreads)
-    dispatch_quantized_kernel(const __nv_bfloat16* __restrict__ x_TxD, uint2* __restrict__ elements_MxV, uint8_t* __restrict__ codes,
-                              uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, int64_t num_rows, Plan plan) {
+    dispatch_quantized_kernel(const __nv_bfloat16* __restrict__ x_TxD, uint2* __restrict__ elements_V, uint8_t* __restrict__ token_codes_TxP,
+                              int code_pitch, uint4* __restrict__ rows_MxV, int zero_rows_to, int vectors, int experts, int top_k, Plan plan) {
   const int padding_blocks = experts * kPaddingBlocks;
-  const int groups = (vectors + 15) / 16;  // of 128 columns
   if (static_cast<int>(blockIdx.x) < padding_blocks) {
     const int expert = blockIdx.x / kPaddingBlocks;
     const int count = plan.count_E[expert];
     const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
-    const int padding = (count + 63) / 64 * 64 - count;  // whole panels of padding are never read
-    const int64_t total = static_cast<int64_t>(padding) * vectors;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
-      elements_MxV[first * vectors + i] = make_uint2(0, 0);
-      if (rows_MxV != nullptr) rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
-    }
-    for (int i = blockIdx.x % kPaddingBlocks * kThreads + threadIdx.x; i < padding * groups; i += kPaddingBlocks * kThreads) {
-      codes[static_cast<int64_t>(i / padding) * num_rows + first + i % padding] = 0;
-    }
+    auto each_vector = [&](int zero_to, auto clear) {  // of padding up to a multiple of so many rows
+      const int64_t total = static_cast<int64_t>((count + zero_to - 1) / zero_to * zero_to - count) * vectors;
+      for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
+        clear(first * vectors + i);
+      }
+    };
+    if (!kByToken) each_vector(64, [&](int64_t at) { elements_V[at] = make_uint2(0, 0); });  // whole panels of padding are never read
+    if (rows_MxV != nullptr) each_vector(zero_rows_to, [&](int64_t at) { rows_MxV[at] = make_uint4(0, 0, 0, 0); });
     return;
   }
   const int64_t token = blockIdx.x - padding_blocks;
   extern __shared__ int32_t rows[];
   for (int s = threadIdx.x; s < top_k; s += kThreads) rows[s] = plan.row_TxK[token * top_k + s];
   __syncthreads();
+  for (int g = (vectors + 15) / 16 + threadIdx.x; g < code_pitch; g += kThreads) token_codes_TxP[token * code_pitch + g] = 0;
   for (int v0 = threadIdx.x / 32 * 32; v0 < vectors; v0 += kThreads) {  // whole warps
     const int v = v0 + threadIdx.x % 32;
     Eight<__nv_bfloat16> x;
@@ -151,13 +152,31 @@ __global__ void __launch_bounds__(kThreads)
     }
     const Quantized q = quantize8<true>(x);
     if (v >= vectors) continue;
+    if (v % 16 == 0) token_codes_TxP[token * code_pitch + v / 16] = static_cast<uint8_t>(q.common);
+    if (kByToken) elements_V[token * vectors + v] = q.elements;
+    if (kByToken && rows_MxV == nullptr) continue;
     for (int s = 0; s < top_k; ++s) {
       const int row = rows[s];
       if (row < 0) continue;
-      elements_MxV[static_cast<int64_t>(row) * vectors + v] = q.elements;
+      if (!kByToken) elements_V[static_cast<int64_t>(row) * vectors + v] = q.elements;
       if (rows_MxV != nullptr) rows_MxV[static_cast<int64_t>(row) * vectors + v] = x.v;
-      if (v % 16 == 0) codes[static_cast<int64_t>(v / 16) * num_rows + row] = q.common;
     }
+  }
+}
+
+// codes_GxM[g][row] of the row's token, 0 for a row without one; 16 codes a thread.
+__global__ void __launch_bounds__(kThreads)
+    dispatch_codes_kernel(const uint4* __restrict__ token_codes, int pieces, const int32_t* __restrict__ slot_M, int top_k, int groups,
+                          int64_t num_rows, uint8_t* __restrict__ codes_GxM) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= num_rows) return;
+  const int slot = slot_M[row], piece = blockIdx.y;
+  const uint4 found = slot < 0 ? make_uint4(0, 0, 0, 0) : __ldg(token_codes + static_cast<int64_t>(slot / top_k) * pieces + piece);
+  const uint32_t four[4] = {found.x, found.y, found.z, found.w};
+  uint8_t* const out = codes_GxM + static_cast<int64_t>(16 * piece) * num_rows + row;
+#pragma unroll
+  for (int g = 0; g < 16; ++g) {
+    if (16 * piece + g < groups) out[g * num_rows] = static_cast<uint8_t>(four[g / 4] >> 8 * (g % 4));
   }
 }
 
@@ -309,14 +328,18 @@ Status quantize(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput
   return quantize_tiles(s, by_rows, by_columns, stream);
 }
 
-Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
-                          uint16_t* rows_MxD, cudaStream_t stream) {
+Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const QuantizedTokens& out, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
-  const size_t shared_bytes = static_cast<size_t>((s.top_k + 3) / 4 * 16);
-  dispatch_quantized_kernel<<<blocks, kThreads, shared_bytes, stream>>>(
-      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(elements_MxD), codes,
-      reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), static_cast<int>(s.top_k), s.rows, plan);
-  return launched("dispatch_quantized");
+  const int top_k = static_cast<int>(s.top_k), pitch = static_cast<int>(token_code_pitch(s.d_model));
+  const auto kernel = out.by_token ? dispatch_quantized_kernel<true> : dispatch_quantized_kernel<false>;
+  kernel<<<blocks, kThreads, sizeof(int32_t) * top_k, stream>>>(
+      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(out.elements), out.token_codes, pitch,
+      reinterpret_cast<uint4*>(out.rows_MxD), out.zero_rows_to, static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), top_k, plan);
+  if (const Status status = launched("dispatch_quantized"); !status.ok()) return status;
+  const dim3 code_blocks(static_cast<unsigned>((s.rows + kThreads - 1) / kThreads), static_cast<unsigned>(pitch / 16));
+  dispatch_codes_kernel<<<code_blocks, kThreads, 0, stream>>>(reinterpret_cast<const uint4*>(out.token_codes), pitch / 16, plan.slot_M, top_k,
+                                                              static_cast<int>((s.d_model + 127) / 128), s.rows, out.codes);
+  return launched("dispatch_codes");
 }
 
 Status lane_scales(const LayerShape& s, const Plan& plan, const uint8_t* codes, int64_t lines, uint16_t* scales, cudaStream_t stream) {

@@ -24,9 +24,10 @@ MOE_HOST_FN constexpr bool is_wgrad(Kind kind) { return kind == kWgradDown || ki
 // Kinds whose output has a bias per column.
 MOE_HOST_FN constexpr bool has_bias(Kind kind) { return kind == kGateUp || kind == kDown; }
 
-// Kinds that can read rows of tokens where they are, instead of dispatched ones. The backward needs dispatched rows of x and dy for its
-// weight gradients, so the others would gain nothing.
+// Kinds that can read rows of tokens where they are, instead of dispatched ones. In BF16 the backward needs dispatched rows of x and dy for its
+// weight gradients, so the others would gain nothing. In FP8 a row of dy is read by kDgradDown alone; kGateUp loses more than the dispatch takes.
 MOE_HOST_FN constexpr bool can_gather(Kind kind) { return kind == kGateUp; }
+MOE_HOST_FN constexpr bool can_gather_fp8(Kind kind) { return kind == kDgradDown; }
 
 // Kinds whose idle warp can dispatch rows for products after it: wgrad_gate_up needs those of x, and this product, bound by the tensor
 // cores, does not read them.

@@ -356,6 +356,7 @@ uint64_t dgrad_down(const Layer& l, uint32_t seed) {
 // Rows of `width` columns that a product dispatches on the way, as the schedule of `l` has them. They come from tokens whose values are
 // those places; a token that has no row must not be read.
 struct Carried {
+  static constexpr int kZeroTo = 16;
   int width;
   std::vector<uint16_t> tokens, rows;
   std::vector<int> row_TxK;
@@ -371,14 +372,14 @@ struct Carried {
   static uint16_t of(int token, int column) { return static_cast<uint16_t>(1 + (token * 131 + column) % 65000); }
   Carry carry() {
     return {reinterpret_cast<const uint8_t*>(tokens.data()), reinterpret_cast<uint8_t*>(rows.data()), row_TxK.data(), kCount, kStart,
-            kRows, kTopK, kExperts, width / 8};
+            kRows, kTopK, kExperts, width / 8, kZeroTo};
   }
-  // Padding up to a multiple of 64 is zero, nothing else is touched.
+  // Padding up to a multiple of kZeroTo is zero, nothing else is touched.
   void check(const Layer& l) const {
     for (int e = 0; e < kExperts; ++e) {
       const int end = e + 1 < kExperts ? kStart[e + 1] : kRows;
       for (int r = kStart[e]; r < end; ++r) {
-        const bool padding = r < kStart[e] + (kCount[e] + 63) / 64 * 64;
+        const bool padding = r < kStart[e] + (kCount[e] + kZeroTo - 1) / kZeroTo * kZeroTo;
         for (int d = 0; d < width; ++d) {
           const uint16_t want = l.slot[r] >= 0 ? of(l.slot[r] / kTopK, d) : padding ? 0 : 0xFFFF;
           if (rows[static_cast<size_t>(r) * width + d] == want) continue;

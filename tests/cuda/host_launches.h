@@ -233,8 +233,9 @@ Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxO
   return {};
 }
 
-Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint8_t* elements_MxD, uint8_t* codes,
-                          uint16_t* rows_MxD, cudaStream_t stream) {
+Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const QuantizedTokens& to, cudaStream_t stream) {
+  std::vector<uint8_t> of_rows(to.by_token ? static_cast<size_t>(s.rows * s.d_model) : 0);
+  uint8_t* const elements_MxD = to.by_token ? of_rows.data() : to.elements;
   QuantizeSource source;
   source.data = x_TxD;
   source.rows = s.rows;
@@ -244,13 +245,17 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
   MxOutput out;
   out.form = Form::kAligned;
   out.elements = elements_MxD;
-  out.codes = codes;
+  out.codes = to.codes;
   if (const Status status = quantize(source, out, {}, stream); !status.ok()) return status;
+  if (to.by_token) std::fill(to.elements, to.elements + s.tokens * s.d_model, static_cast<uint8_t>(mx::kNanByte));  // those without a row
+  for (int64_t row = 0; row < s.rows && to.by_token; ++row) {
+    if (plan.slot_M[row] >= 0) std::copy_n(elements_MxD + row * s.d_model, s.d_model, to.elements + plan.slot_M[row] / s.top_k * s.d_model);
+  }
   for (int64_t e = 0; e < s.experts; ++e) {  // padding that the kernel does not write: NaN
     const int64_t first = plan.start_E[e] + (plan.count_E[e] + 63) / 64 * 64, end = plan.start_E[e] + (plan.count_E[e] + 127) / 128 * 128;
     std::fill(elements_MxD + first * s.d_model, elements_MxD + end * s.d_model, static_cast<uint8_t>(mx::kNanByte));
   }
-  return rows_MxD != nullptr ? dispatch_rows(s, x_TxD, plan, rows_MxD, stream, 64) : Status{};
+  return to.rows_MxD != nullptr ? dispatch_rows(s, x_TxD, plan, to.rows_MxD, stream, to.zero_rows_to) : Status{};
 }
 
 Status lane_scales(const LayerShape& s, const Plan& plan, const uint8_t* codes, int64_t lines, uint16_t* scales, cudaStream_t) {

@@ -395,7 +395,8 @@ uint64_t down(uint32_t seed) {
   return digest(y.data(), 2 * y.size());
 }
 
-// Twice: with BF16 results beside the quantised rows, and with everything quantised; the second is held to the BF16 values of the first.
+// Twice: with BF16 results beside the quantised rows, and with everything quantised and dY gathered from tokens; the second is held to the BF16
+// values of the first.
 uint64_t dgrad_down(uint32_t seed) {
   const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t(experts) * kD * kF, 0.1f), experts, kD, kF, true);
   std::vector<uint16_t> gate_up(2 * wide()), out(2 * wide(), 0xFFFF), scaled(wide(), 0xFFFF);
@@ -442,6 +443,13 @@ uint64_t dgrad_down(uint32_t seed) {
   args.column_codes = column_codes.data();
   args.scaled_h = map_of(scaled_columns.data(), 1, num_rows, kF);
   args.scaled_h_scales = scales.data();
+  std::vector<uint8_t> tokens(deep(), static_cast<uint8_t>(mx::kNanByte));  // one slot each
+  for (int r = 0; r < num_rows; ++r) {
+    if (slot[r] >= 0) std::copy_n(&dy.bytes[size_t(r) * kD], kD, &tokens[size_t(slot[r]) * kD]);
+  }
+  args.gather = tokens.data();
+  args.top_k = 1;
+  args.gather_vectors = kD / 16;
   run<kDgradDown>(args, seed);
   auto values = [&](const uint16_t* bits) {  // rows outside the experts count as zero
     std::vector<float> v(wide(), 0.0f);

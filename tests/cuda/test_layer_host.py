@@ -43,6 +43,8 @@ def ways_of(kind, recipe, top_k, wgrad_bf16=False) -> list[str]:
         return ["dispatched", *(["resident_512", "resident_128"] if recipe != "aligned" or wgrad_bf16 else [])]
     on_n = recipe != "exact" and kind in TOKENS_N and (kind == "gate_up" or top_k > 1)
     gathered = ["gathered", "gathered_n"] if recipe == "bf16" and kind == "gate_up" else []
+    if recipe == "aligned" and kind == "dgrad_down":
+        gathered = ["gathered"]
     return ["dispatched", *(["tokens_n"] if on_n else []), *gathered]
 
 
@@ -186,7 +188,8 @@ def test_mxfp8_matches_the_same_operands_in_fp64_and_every_way_has_equal_bits(li
     assert all(found[name] < MX_LIMIT[name] for name in NAMES), found
     on_n = {} if recipe == "exact" else TOKENS_N if top_k > 1 else {"gate_up": "tokens_n"}
     strips = [resident(512), resident(128)] if recipe == "exact" or wgrad_bf16 else [{}, {}]
-    others = [({}, "nothing"), (on_n | strips[0], "gate_up"), (on_n | strips[1], "nothing")]
+    gathered = {"dgrad_down": "gathered"} if recipe == "aligned" else {}
+    others = [({}, "nothing"), (gathered | strips[0], "nothing"), (on_n | strips[0], "gate_up"), (on_n | strips[1], "nothing")]
     for seed, (ways, save) in enumerate(others, start=100):
         assert_equal_bits(run(library, p, ways, recipe, wgrad_bf16, save, seed=seed), wanted, (ways, save))
 
@@ -231,6 +234,7 @@ def test_without_rows_everything_is_zero(library, recipe, ways, tokens):
     [
         ("bf16", {"down": "gathered"}, "way 2 is not one that the down product of this shape has"),
         ("aligned", {"gate_up": "gathered"}, "way is 2, must be one that this product has in MXFP8"),
+        ("exact", {"dgrad_down": "gathered"}, "way is 2, must be"),
         ("aligned", {"wgrad_down": "resident_512"}, "way is 5, must be"),
         ("aligned", {"dgrad_down": "tokens_n"}, "way is 3, must be"),
         ("exact", {"down": "tokens_n"}, "way is 3, must be"),

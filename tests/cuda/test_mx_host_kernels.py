@@ -38,6 +38,7 @@ FAULTS = [
     ("wait:taken", "dgrad_down", "read by warp", "write by warp"),  # before what it reads is overwritten
     ("wait:staging", "dgrad_down", "read by a bulk store", "write by warp"),
     ("store_wait_read", "dgrad_down", "read by a bulk store", "write by"),
+    ("fence:wait", "dgrad_down", "write by gathering", "read by products"),
     ("fence:stmatrix", "dgrad_down", "write by warp", "write by the copy engine"),
     ("fence:store", "dgrad_down", "write by warp", "read by a bulk store"),
     ("sync:fence", "dgrad_down", "write by warp", "read by a bulk store"),
