@@ -189,7 +189,12 @@ def test_mxfp8_matches_the_same_operands_in_fp64_and_every_way_has_equal_bits(li
     on_n = {} if recipe == "exact" else TOKENS_N if top_k > 1 else {"gate_up": "tokens_n"}
     strips = [resident(512), resident(128)] if recipe == "exact" or wgrad_bf16 else [{}, {}]
     gathered = {"dgrad_down": "gathered"} if recipe == "aligned" else {}
-    others = [({}, "nothing"), (gathered | strips[0], "nothing"), (on_n | strips[0], "gate_up"), (on_n | strips[1], "nothing")]
+    others = [
+        ({}, "nothing"),
+        (gathered | strips[0], "nothing"),
+        (on_n | strips[0], "gate_up"),
+        (on_n | strips[1], "nothing"),
+    ]
     for seed, (ways, save) in enumerate(others, start=100):
         assert_equal_bits(run(library, p, ways, recipe, wgrad_bf16, save, seed=seed), wanted, (ways, save))
 
