@@ -1,5 +1,5 @@
-// Rows of tokens, read and written where they are. The gathering warp brings rows of tokens (operand A of kGateUp) straight from x into the
-// ring, so that no dispatched copy of them is needed. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four
+// Rows of tokens, read and written where they are. The gathering warp brings rows of tokens (operand A of kGateUp in BF16, of kDgradDown in FP8)
+// straight into the ring, so that no dispatched copy of them is needed. The copy engine of sm_90 can't gather rows; here each lane copies 16 bytes at a time, four
 // rows of 128 bytes an instruction, into the same swizzled panels. With one expert per token a store warp scatters rows of y or dx to
 // their tokens. mma_sm90.h says how stages are counted, and what happens to the rest.
 //
