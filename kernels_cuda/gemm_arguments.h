@@ -53,6 +53,7 @@ struct GemmArguments : ProductArguments<TensorMap> {
   int top_k;              // gather: slots of a token
   int gather_vectors;     // gather: 16-byte pieces of a token's row
   int write_out;          // kGateUp: write h
+  int zero_to;            // tokens on the N side: padding is written as zeros up to the next multiple of this many rows, 16 to 64
   Carry carry;            // kinds that can
 };
 

@@ -64,8 +64,13 @@ cudaError_t launch(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
+// The epilogue of kDgradDown takes the registers that nobody else of the block needs: there is no gathering warp, and it dispatches nothing.
+struct DgradDownConfig : GemmConfig<256> {
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+};
 template <Kind kKind, bool kPlain>
-using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, GemmConfig<256>>;
+using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, std::conditional_t<kKind == kDgradDown, DgradDownConfig, GemmConfig<256>>>;
 template <Kind kKind, bool kPlain>
 using OnN = TokensN<kKind, kPlain, Sm90>;
 
@@ -82,6 +87,7 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
     switch (kind) {
       case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
       case kDown: return launch<OnN<kDown, true>>(batch, stream);
+      case kDgradDown: return plain ? launch<OnN<kDgradDown, true>>(batch, stream) : launch<OnN<kDgradDown, false>>(batch, stream);
       case kDgradGateUp: return launch<OnN<kDgradGateUp, true>>(batch, stream);
       default: return cudaErrorInvalidValue;
     }

@@ -9,6 +9,7 @@
 //   kChunk, kUnroll      the loops go over chunks of columns, unrolled where sums are in registers
 //   kPieces, kParts, kWords   a chunk's pairs leave in pieces of kWords per thread, and come in kParts parts
 //   kSavedPairs          pairs of saved gate and up that load_gate_up brings at once
+//   Dot                  how a thread adds up d(weight)
 //   piece<N>(i, n)       first column of the i-th N of n columns; load(v, column, piece, part) their sums; loaded() when they are all
 //                        read, so that others may be written there
 //   open, put, close     before a chunk's results, for pieces of result r (place_of), after them
@@ -37,8 +38,12 @@ MOE_FN auto place_of(const Arguments& args, int r) {
 
 // --- one pair ------------------------------------------------------------------------------------------------------------------
 template <class Isa>
+MOE_FN uint32_t scale_pair(uint32_t pair, float weight_lo, float weight_hi) {
+  return Isa::pack_bf16(Isa::mul(weight_lo, Isa::bf16_lo(pair)), Isa::mul(weight_hi, Isa::bf16_hi(pair)));
+}
+template <class Isa>
 MOE_FN uint32_t scale_pair(uint32_t pair, float weight) {
-  return Isa::pack_bf16(Isa::mul(weight, Isa::bf16_lo(pair)), Isa::mul(weight, Isa::bf16_hi(pair)));
+  return scale_pair<Isa>(pair, weight, weight);
 }
 template <bool kPlain, class Isa>
 MOE_FN uint32_t activate_pair(uint32_t gate, uint32_t up, const Activation& act) {
@@ -49,23 +54,49 @@ MOE_FN uint32_t activate_pair(uint32_t gate, uint32_t up, const Activation& act)
 struct GradPair {
   uint32_t d_gate, d_up, scaled_h;
 };
-// From dh0 = dY Wd: d(gate), d(up) and weight * h. `dot` grows by h * dh0, in column order. keep: Tile::keep of the
-// pair's row.
-template <bool kPlain, class Isa, class Keep>
-MOE_FN GradPair grad_pair(float dh0_lo, float dh0_hi, uint32_t gate, uint32_t up, float weight, float& dot, const Activation& act,
+// From dh0 = dY Wd: d(gate), d(up) and weight * h. dot(h, dh0 of the low half, h, dh0 of the high half): what d(weight) is made of. keep: makes
+// zeros of padding (Tile::keep of the pair's row).
+template <bool kPlain, class Isa, class Dot, class Keep>
+MOE_FN GradPair grad_pair(float dh0_lo, float dh0_hi, uint32_t gate, uint32_t up, float weight_lo, float weight_hi, const Activation& act, Dot dot,
                           Keep keep) {
   const ActivationGrad lo = activation_backward<kPlain, Isa>(Isa::bf16_lo(gate), Isa::bf16_lo(up), act);
   const ActivationGrad hi = activation_backward<kPlain, Isa>(Isa::bf16_hi(gate), Isa::bf16_hi(up), act);
   const uint32_t h = Isa::pack_bf16(lo.h, hi.h);  // the forward's operand
-  dot = Isa::fma(Isa::bf16_lo(h), dh0_lo, dot);
-  dot = Isa::fma(Isa::bf16_hi(h), dh0_hi, dot);
-  const float dh_lo = Isa::mul(weight, dh0_lo), dh_hi = Isa::mul(weight, dh0_hi);
+  dot(Isa::bf16_lo(h), dh0_lo, Isa::bf16_hi(h), dh0_hi);
+  const float dh_lo = Isa::mul(weight_lo, dh0_lo), dh_hi = Isa::mul(weight_hi, dh0_hi);
   GradPair grad;
   grad.d_gate = keep([&] { return Isa::pack_bf16(Isa::mul(dh_lo, lo.d_gate), Isa::mul(dh_hi, hi.d_gate)); });
   grad.d_up = keep([&] { return Isa::pack_bf16(Isa::mul(dh_lo, lo.d_up), Isa::mul(dh_hi, hi.d_up)); });
-  grad.scaled_h = keep([&] { return scale_pair<Isa>(h, weight); });
+  grad.scaled_h = keep([&] { return scale_pair<Isa>(h, weight_lo, weight_hi); });
   return grad;
 }
+
+// A thread's part of the sum of h * dh0 over a row, given its pairs of columns from left to right, `block` counting those of a piece.
+//
+// Column by column.
+template <class Isa>
+struct DotByColumn {
+  float sum = 0.0f;
+  MOE_FN void add(int, float h_lo, float dh0_lo, float h_hi, float dh0_hi) {
+    sum = Isa::fma(h_lo, dh0_lo, sum);
+    sum = Isa::fma(h_hi, dh0_hi, sum);
+  }
+};
+// 16 columns at a time, each with the one that is 8 further, then neighbours: an order that tiles with tokens on either side can keep. A pair's
+// block of eight columns is even or odd as `block` is.
+template <class Isa>
+struct DotBySixteen {
+  float sum = 0.0f;
+  float even[2];
+  MOE_FN void add(int block, float h_lo, float dh0_lo, float h_hi, float dh0_hi) {
+    if (block % 2 == 0) {
+      even[0] = Isa::mul(h_lo, dh0_lo);
+      even[1] = Isa::mul(h_hi, dh0_hi);
+    } else {
+      sum = Isa::add(sum, Isa::add(Isa::fma(h_lo, dh0_lo, even[0]), Isa::fma(h_hi, dh0_hi, even[1])));
+    }
+  }
+};
 
 // --- a tile --------------------------------------------------------------------------------------------------------------------
 // Combine weights of this thread's rows; 0 for padding.
@@ -163,7 +194,7 @@ MOE_FN void write_dgrad_down(Tile& tile, const Arguments& args) {
   MOE_UNROLL_BY(Tile::kUnroll)
   for (int w = 0; w < Tile::kColumns / Tile::kWeightChunk; ++w) {
     const int first = tile.template piece<Tile::kWeightChunk>(w, Tile::kColumns);
-    float dot[Tile::kRows] = {};
+    typename Tile::Dot dot[Tile::kRows] = {};
     MOE_UNROLL_BY(Tile::kUnroll)
     for (int c = 0; c < Tile::kWeightChunk / Tile::kChunk; ++c) {
       const int column = first + Tile::kChunk * c;
@@ -185,8 +216,10 @@ MOE_FN void write_dgrad_down(Tile& tile, const Arguments& args) {
             MOE_UNROLL
             for (int k = 0; k < kAtOnce; ++k) {
               const int j = kAtOnce * group + k, i = j % Tile::kRows, at = kPart * part + j;
-              const GradPair grad = grad_pair<kPlain, Isa>(dh0[2 * j], dh0[2 * j + 1], gate[k], up[k], weight[i], dot[i], args.act,
-                                                             [&](auto value) { return tile.keep(i, value); });
+              const GradPair grad = grad_pair<kPlain, Isa>(
+                  dh0[2 * j], dh0[2 * j + 1], gate[k], up[k], weight[i], weight[i], args.act,
+                  [&](float h_lo, float lo, float h_hi, float hi) { dot[i].add(j / Tile::kRows, h_lo, lo, h_hi, hi); },
+                  [&](auto value) { return tile.keep(i, value); });
               d_gate[at] = grad.d_gate;
               d_up[at] = grad.d_up;
               scaled_h[at] = grad.scaled_h;
@@ -200,7 +233,7 @@ MOE_FN void write_dgrad_down(Tile& tile, const Arguments& args) {
       if (column + Tile::kChunk == first + Tile::kWeightChunk) {
         MOE_UNROLL
         for (int i = 0; i < Tile::kRows; ++i) {
-          const float sum = tile.sum_of_row(dot[i]);
+          const float sum = tile.sum_of_row(dot[i].sum);
           const int at = tile.first_column() + first;
           if (tile.speaks_for_row() && tile.live(i) && at < args.n_extent) {
             args.weight_partial[at / Tile::kWeightChunk * args.num_rows + tile.row(i)] = sum;

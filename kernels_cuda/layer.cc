@@ -147,6 +147,7 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
   args.k_extent = k_extent(s, kind);
   args.m_extent = m_extent(s, kind);
   args.n_extent = n_extent(s, kind);
+  args.zero_to = kind == kGateUp ? kPanelRows : TokensNConfig::kBoxRows;  // nobody reads padding of y or dx; that of gate and up is saved
   args.act = act;
   return args;
 }
@@ -156,6 +157,9 @@ Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaSt
   cudaError_t error = launch_gemm(list.kind, batch, stream, list.layout);
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
+
+// Rows of a box of what a row kind reads and writes, but for weights.
+int row_box(const List& list) { return list.layout == Layout::kTokensN ? TokensNConfig::kBoxRows : kPanelRows; }
 
 // Whether this product dispatches rows for those after it.
 bool can_carry(const List& list) { return can_carry(list.kind) && list.layout == Layout::kTokensM; }
@@ -248,7 +252,8 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   if (!gathers(s, kGateUp)) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
   auto up = arguments(s, kGateUp, act);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
+  const int box = row_box(m.gate_up);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model), box));
   if (gathers(s, kGateUp)) {
     up.gather = reinterpret_cast<const uint8_t*>(x_TxD);
     up.slot_M = plan.slot_M;
@@ -257,16 +262,16 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   }
   MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
   up.bias = w.b_gate_up_Ex2xF;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width), box));
   up.write_out = 1;
   if (gate_up_2xMxF != nullptr) {
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2)));
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
     up.save_gate_up = 1;
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
 
   auto down = arguments(s, kDown, act);
-  down.a = up.out;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.a, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width), row_box(m.down)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
   down.bias = w.b_down_ExD;
   down.slot_M = plan.slot_M;
@@ -276,7 +281,7 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
     return run_gemm(m.down, down, stream);
   }
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.out, "y", Element::kBf16, m.y_MxD, rows_shape(s, s.d_model)));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.out, "y", Element::kBf16, m.y_MxD, rows_shape(s, s.d_model), row_box(m.down)));
   MOE_RETURN_IF_ERROR(run_gemm(m.down, down, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
@@ -302,34 +307,33 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
   if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
 
-  CUtensorMap x, dy, w_up_map, w_down_map, gate_up, d_gate_up, scaled_h, dw_up_map, dw_down_map;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&x, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dy, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model)));
+  CUtensorMap w_up_map, w_down_map, dw_up_map, dw_down_map;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&w_up_map, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&w_down_map, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
   if (recompute) gate_up_2xMxF = m.gate_up_2xMxF;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&d_gate_up, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&scaled_h, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_map, "dw_gate_up", Element::kFp32, dw.gate_up_Ex2xFxD, gate_up_shape(s)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw.down_ExDxF, down_shape(s)));
 
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    up.a = x;  // dispatched above for the weight gradient
+    const int box = row_box(m.gate_up);
+    // x was dispatched above for the weight gradient.
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model), box));
     up.b = w_up_map;
     up.bias = w.b_gate_up_Ex2xF;
-    up.gate_up = gate_up;
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
     up.save_gate_up = 1;
     MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
   }
 
   auto dh = arguments(s, kDgradDown, act);
-  dh.a = dy;
+  const int box = row_box(m.dgrad_down);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.a, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model), box));
   dh.b = w_down_map;
-  dh.gate_up = gate_up;
-  dh.out = d_gate_up;
-  dh.scaled_h = scaled_h;
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.out, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2), box));
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.scaled_h, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width), box));
+  dh.zero_to = std::max(multiplied_rows(m.wgrad_down.layout), multiplied_rows(m.wgrad_gate_up.layout));
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
   dh.weight_partial = m.partial_CxM;
@@ -344,14 +348,15 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_down_args.accumulate = accumulate;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
-  dx_args.a = d_gate_up;
+  const int dx_box = row_box(m.dgrad_gate_up);
+  MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.a, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2), dx_box));
   dx_args.b = w_up_map;
   if (s.top_k == 1) {
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
   } else {
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.out, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model)));
+    MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.out, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model), dx_box));
   }
 
   auto dw_up_args = arguments(s, kWgradGateUp, act);

@@ -205,6 +205,7 @@ struct TensorMemoryTile {
   static constexpr int kChunk = Config::kMx && kKind == kDgradDown ? 32 : 64;
   static constexpr int kParts = kChunk / 32, kWords = kChunk / 2;
   static constexpr int kColumns = Config::kTileN, kWeightChunk = Config::kWeightChunk;
+  using Dot = DotByColumn<Isa>;
 
   uint32_t base;
   uint32_t warp;  // 0..3

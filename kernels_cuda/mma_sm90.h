@@ -8,6 +8,8 @@
 // or dispatches rows for a later product (gemm_gather.h). Two blocks form a cluster and share either the A or the B operand of every stage.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm_arguments.h"
 #include "gemm_gather.h"
 #include "gemm_load.h"
@@ -66,7 +68,8 @@ struct GemmConfig {
 
   static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogues");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+  // What 384 threads can be given in equal parts, in steps of eight: a warpgroup that asked for more would wait for ever.
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
 
 // Barriers. Stages: full[s], one arrival, this block's producer, with the bytes of its own copies and the peer's multicast; in launches that
@@ -322,6 +325,7 @@ struct RegisterTile {
   static constexpr int kColumns = Config::kTileN, kWeightChunk = Config::kWeightChunk;
   static constexpr int kUnroll = kColumns / kChunk;
   static constexpr bool kGated = kKind == kGateUp || kKind == kDgradDown;  // three results, a stage of the ring per chunk
+  using Dot = std::conditional_t<Config::kElementBytes == 2, DotBySixteen<Isa>, DotByColumn<Isa>>;  // BF16 has tiles with tokens on either side
 
   const float (&acc)[Config::kAcc];
   const Task& tile;  // of this block

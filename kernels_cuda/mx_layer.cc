@@ -35,7 +35,9 @@ bool has_fp8_wgrad(const MxOptions& options) { return options.mode == MxMode::kA
 int64_t blocks_of_128(int64_t n) { return (n + 127) / 128; }
 
 // Whether a product can have its tokens on the N side: of FP8 operands, and not where rows go straight to their tokens.
-bool has_tokens_n(const LayerShape& s, bool fp8, Kind kind) { return fp8 && can_put_tokens_on_n(kind) && (kind == kGateUp || s.top_k > 1); }
+bool has_tokens_n(const LayerShape& s, bool fp8, Kind kind) {
+  return fp8 && can_put_tokens_on_n(kind) && kind != kDgradDown && (kind == kGateUp || s.top_k > 1);
+}
 
 // Whether a product can read quantised tokens where they are: a gathering warp counts their bytes in 32 bits, and they take the space of rows.
 bool has_gathered(const LayerShape& s, bool fp8, Kind kind) {

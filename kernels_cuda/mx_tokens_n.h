@@ -51,7 +51,7 @@ MOE_FN void scale_task(const Task& task, const Arguments& args, uint32_t rank, R
     Isa::barrier_arrive(ring.full());
     ring.advance();
   }
-  follow(tile_units<Config>(tile), ring);
+  follow(result_stages<kKind, Config>(tile), ring);
 }
 
 template <Kind kKind, bool kPlain, class Isa, class Config>

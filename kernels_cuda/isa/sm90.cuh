@@ -71,7 +71,17 @@ struct Sm90 {
   static MOE_FN void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
   }
+  // kOnce: it leaves L2 before what others read too (the policy is what createpolicy.fractional.L2::evict_first gives).
+  template <bool kOnce = false>
   static MOE_FN void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
+    if constexpr (kOnce) {
+      asm volatile(
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+          "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+          "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(0x12F0000000000000ull)
+          : "memory");
+      return;
+    }
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
         "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -137,10 +147,12 @@ struct Sm90 {
   // 64 x kN x 16, in the first kN / 2 of the accumulators.
   template <int kN, bool kMnMajorA, bool kMnMajorB, int kCount>
   static MOE_FN void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
-    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 192 || kN == 256, "no product of this width");
+    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 144 || kN == 160 || kN == 176 || kN == 192 || kN == 256, "no product of this width");
     if constexpr (kN == 64) sm90::wgmma_m64n64k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 96) sm90::wgmma_m64n96k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 128) sm90::wgmma_m64n128k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 144) sm90::wgmma_m64n144k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
+    if constexpr (kN == 176) sm90::wgmma_m64n176k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 160) sm90::wgmma_m64n160k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 192) sm90::wgmma_m64n192k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 256) sm90::wgmma_m64n256k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
@@ -187,6 +199,7 @@ struct Sm90 {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
   }
 
+  static MOE_FN void store_float(uint32_t address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
   static MOE_FN void store_word(uint32_t address, uint32_t x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
   static MOE_FN uint32_t load_word(uint32_t address) {
     uint32_t x;

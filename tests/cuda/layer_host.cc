@@ -55,6 +55,7 @@ cudaError_t launch_gemm(Kind kind, const Bf16Batch& batch, cudaStream_t, Layout 
     switch (kind) {
       case kGateUp: return plain ? on_n<kGateUp>(batch) : on_n<kGateUp, false>(batch);
       case kDown: return on_n<kDown>(batch);
+      case kDgradDown: return plain ? on_n<kDgradDown>(batch) : on_n<kDgradDown, false>(batch);
       case kDgradGateUp: return on_n<kDgradGateUp>(batch);
       default: return cudaErrorInvalidValue;
     }

@@ -31,6 +31,7 @@ SAVES = ("nothing", "gate_up", "gate_up_mx")
 
 DISPATCHED = dict.fromkeys(KINDS, "dispatched")
 TOKENS_N = dict.fromkeys(("gate_up", "down", "dgrad_gate_up"), "tokens_n")
+TOKENS_N_BF16 = TOKENS_N | {"dgrad_down": "tokens_n"}
 
 
 def resident(columns):
@@ -41,7 +42,8 @@ def ways_of(kind, recipe, top_k, wgrad_bf16=False) -> list[str]:
     """The ways that a product has, besides auto."""
     if kind.startswith("wgrad"):
         return ["dispatched", *(["resident_512", "resident_128"] if recipe != "aligned" or wgrad_bf16 else [])]
-    on_n = recipe != "exact" and kind in TOKENS_N and (kind == "gate_up" or top_k > 1)
+    on_n = TOKENS_N_BF16 if recipe == "bf16" else TOKENS_N if recipe == "aligned" else {}
+    on_n = kind in on_n and (top_k > 1 or kind in ("gate_up", "dgrad_down"))
     gathered = ["gathered", "gathered_n"] if recipe == "bf16" and kind == "gate_up" else []
     if recipe == "aligned" and kind == "dgrad_down":
         gathered = ["gathered"]
@@ -140,7 +142,7 @@ def test_bf16_matches_fp64_and_every_way_has_equal_bits(library, top_k, act):
     found = errors(wanted, mx_oracle(p, biases=biases))
     print(found)
     assert all(found[name] < ROUNDED_LIMIT[name] for name in found), found
-    on_n = TOKENS_N if top_k > 1 else {"gate_up": "tokens_n"}
+    on_n = TOKENS_N_BF16 if top_k > 1 else dict.fromkeys(("gate_up", "dgrad_down"), "tokens_n")
     others = [
         ({}, "nothing"),
         ({"gate_up": "gathered", **resident(512)}, "gate_up"),
@@ -151,7 +153,7 @@ def test_bf16_matches_fp64_and_every_way_has_equal_bits(library, top_k, act):
         assert_equal_bits(run(library, p, ways, save=save, biases=biases, seed=seed), wanted, (ways, save))
 
 
-@pytest.mark.parametrize("ways", [DISPATCHED, TOKENS_N | resident(512)], ids=["dispatched", "other"])
+@pytest.mark.parametrize("ways", [DISPATCHED, TOKENS_N_BF16 | resident(512)], ids=["dispatched", "other"])
 def test_bf16_gradients_continue(library, ways):
     p = without_idle_tokens(problem("bf16", 40, 72, tokens=60))
     biases = random_biases(p)

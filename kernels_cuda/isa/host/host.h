@@ -41,6 +41,7 @@ struct Host {
 
   // --- bulk tensor copies ---
   static void prefetch_map(const TensorMap*) {}
+  template <bool kOnce = false>
   static void load_panel(const TensorMap* map, uint32_t bar, uint32_t dst, int c0, int c1, int c2, int c3) {
     load(map, bar, dst, c0, c1, c2, c3, 1 << host::block());
   }
@@ -138,6 +139,7 @@ struct Host {
     a = v[0];
     b = v[1];
   }
+  static void store_float(uint32_t address, float x) { std::memcpy(host::written(address, 4), &x, 4); }
   static void store_word(uint32_t address, uint32_t x) { std::memcpy(host::written(address, 4), &x, 4); }
   static uint32_t load_word(uint32_t address) {
     uint32_t x;
