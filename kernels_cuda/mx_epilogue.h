@@ -175,14 +175,23 @@ struct ColumnStrip {
 // The tile of kDgradDown: d(gate) and d(up) leave along rows, and all three along columns too, transposed, where the weight gradients are
 // FP8; otherwise in BF16. Chunks of 64 columns are written in BF16 as in the base, two of them (a stage each) are a group: the rows of a
 // warp are quantised into the staging panels, then consumer c quantises the columns of chunk c into its panels of the second stage.
+// The loop over chunks stays a loop, and so the sums of the next chunk are moved to where those of the last were: unrolled the epilogue is longer than
+// the instruction caches hold.
 template <class Isa, class Config>
 struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
   using Base = RegisterTile<kDgradDown, Isa, Config>;
   using Barriers = GroupBarriers<Config>;
+  static constexpr int kUnroll = 1;
+  static constexpr int kChunkSums = 32;
+
+  float (&sums)[Config::kAcc];
   uint32_t first_stage = 0, first_empty = 0;
 
+  MOE_FN void load(float (&v)[8], int, int p, int part) const { Base::load(v, 0, p, part); }
   template <class Arguments>
   MOE_FN void close(const Arguments& args, int column) {
+    MOE_UNROLL
+    for (int i = 0; i + kChunkSums < Config::kAcc; ++i) sums[i] = sums[i + kChunkSums];
     auto& ring = this->ring;
     if (column % 128 == 0) {
       first_stage = ring.data();

@@ -22,14 +22,14 @@ struct MxConfig : GemmConfig<256> {
   static constexpr bool kScatters = kKind == kDown || kKind == kDgradGateUp;
   static constexpr int kProducerRegisters = kScatters ? 72 : 40;
   static constexpr int kConsumerRegisters = kScatters ? 216 : 232;
-  // Weight gradients: one barrier per consumer (Turns), and for each stage the scales of its K block: FP8 codes of 128 rows of A, then BF16 scales
-  // of 256 columns of B.
+  // For each stage the codes of its 128 rows of A and, of weight gradients, BF16 scales of 256 columns of B. Weight gradients also have a barrier per
+  // consumer (Turns), kDgradDown those of its epilogue.
   static constexpr int kTurnOffset = GemmConfig<256>::kSharedBytes;
   static constexpr int kScaleOffset = (kTurnOffset + 8 * kConsumers + 127) / 128 * 128;
-  static constexpr int kScaleBytesA = kTileM, kScaleBytesB = 2 * kTileN;
-  static constexpr int kGroupOffset = kScaleOffset;  // kDgradDown: barriers of its epilogue; row kinds have no scales in the ring
-  static constexpr int kOffsetTable = kScaleOffset + 128;  // where rows are gathered from (gemm_gather.h)
-  static constexpr int kSharedBytes = kScaleOffset + kStages * (kScaleBytesA + kScaleBytesB);
+  static constexpr int kScaleBytesA = kTileM, kScaleBytesB = is_wgrad(kKind) ? 2 * kTileN : 0;
+  static constexpr int kGroupOffset = kScaleOffset + kStages * kScaleBytesA;
+  static constexpr int kOffsetTable = kGroupOffset + 128;  // where rows are gathered from (gemm_gather.h)
+  static constexpr int kSharedBytes = kScaleOffset + kStages * (kTileM + 2 * kTileN);
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
@@ -56,12 +56,27 @@ struct MxArguments : GemmArguments<TensorMap> {
 template <class TensorMap>
 using MxBatch = Batch<MxArguments<TensorMap>, 1>;
 
-// Where the scales of the ring's stage lie (weight gradients).
+// Where the scales of the ring's stage lie.
 template <class Isa, class Config>
 MOE_FN uint32_t scale_bytes(const Ring<Isa, Config>& ring) {
   return ring.base + Config::kScaleOffset + ring.stage * (Config::kScaleBytesA + Config::kScaleBytesB);
 }
-// Scales of a weight gradient's stage, one per row and column of the tile: what comes with a K block (gemm_load.h).
+// What comes with a K block (gemm_load.h). Row kinds: the codes of the tile's rows. A lane wants two of them, but every block has new lines of them,
+// and those fetched one block ahead by the lanes themselves take longer to come than the block's products.
+template <Kind kKind, class Isa, class Config>
+struct RowCodes {
+  const uint8_t* codes;
+  int64_t step;
+
+  template <class Arguments>
+  MOE_FN RowCodes(const Task& tile, const Arguments& args) : codes(args.a_codes + tile.row0), step(args.num_rows) {}
+  MOE_FN uint32_t bytes() const { return Config::kScaleBytesA; }
+  MOE_FN void load(KBlock, const Ring<Isa, Config>& ring) {
+    Isa::load_bytes(codes, ring.full(), scale_bytes(ring), Config::kScaleBytesA);
+    codes += step;
+  }
+};
+// Weight gradients: scales, one per row and column of the tile.
 template <Kind kKind, class Isa, class Config>
 struct LineScales {
   const uint8_t* a;
@@ -103,26 +118,20 @@ struct Turns {
   }
 };
 
-// Sum of one K block over 128 columns (half of the tile's) into `block`, complete on return.
-template <bool kInTurn, class Isa, class Config>
-MOE_FN void multiply_half(float (&block)[Config::kAcc / 2], uint32_t stage, Turns<Isa, Config>& turns, int half) {
-  const uint64_t a = panel_descriptor(stage + turns.consumer * kPanelBytes, false);
+// Starts the products of a K block with half of the tile's columns. `after_second` is called when two of the four are on their way.
+template <class Isa, class Config, class F>
+MOE_FN void start_half(float (&block)[Config::kAcc / 2], uint32_t stage, uint32_t consumer, int half, F after_second) {
+  const uint64_t a = panel_descriptor(stage + consumer * kPanelBytes, false);
   const uint64_t b = panel_descriptor(stage + (Config::kPanelsA + Config::kPanelsB / 2 * half) * kPanelBytes, false);
   constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
-  if (kInTurn) turns.wait();
   Isa::mma_fence();
   Isa::template mma_e4m3<true>(block, a, b);
   MOE_UNROLL
   for (int k = 1; k < 4; ++k) {
-    if (kInTurn && k == 2) Isa::mma_commit();
+    if (k == 2) after_second();
     Isa::template mma_e4m3<false>(block, a + k * kStep, b + k * kStep);
   }
   Isa::mma_commit();
-  if (kInTurn) {
-    Isa::template mma_wait<1>();
-    turns.pass();
-  }
-  Isa::template mma_wait<0>();
 }
 
 // Scale codes of the weights of a row kind's tile: of gate and of up for kGateUp, else of kBlocks neighbouring blocks of 128 columns.
@@ -148,49 +157,39 @@ struct WeightCodes {
   MOE_FN int at(int kb) const { return kb + (kKind == kDgradGateUp && kb >= k_blocks ? jump : 0); }
 };
 
-// Scale codes of the row kinds: two rows of a lane, and one per half of the columns.
-template <Kind kKind>
-struct RowScales {
-  const uint8_t* a;
-  int64_t a_step;
-  WeightCodes<kKind, 2> weights;
-
-  template <class Arguments>
-  MOE_FN RowScales(const Arguments& args, const Task& tile, int row)
-      : a(args.a_codes + tile.row0 + row), a_step(args.num_rows), weights(args, tile) {}
-  template <class Isa>
-  MOE_FN void fetch(int kb, uint32_t (&codes)[4]) const {
-    const int at = weights.at(kb);
-    const uint8_t* rows = a + kb * a_step;
-    codes[0] = Isa::load_code(rows);
-    codes[1] = Isa::load_code(rows + 8);
-    codes[2] = Isa::load_code(weights.codes[0] + at);
-    codes[3] = Isa::load_code(weights.codes[1] + at);
-  }
-};
-
 // Consumer, the K loop of a row kind.
 template <Kind kKind, class Isa, class Config, class Arguments, class EpilogueType>
 MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Arguments& args, int blocks, Ring<Isa, Config>& ring,
-                          const EpilogueType& epilogue, Turns<Isa, Config>& turns) {
+                          const EpilogueType& epilogue) {
   constexpr int kHalf = Config::kAcc / 2;
   const uint32_t consumer = epilogue.consumer;
-  const RowScales<kKind> scales(args, tile, 64 * static_cast<int>(consumer) + epilogue.row_in_group());
-  uint32_t codes[4];
-  scales.template fetch<Isa>(0, codes);
+  const WeightCodes<kKind, 2> weights(args, tile);
+  uint32_t weight[2] = {Isa::load_code(weights.codes[0]), Isa::load_code(weights.codes[1])};  // of either half of the columns
   float block[kHalf];
   MOE_NO_UNROLL
   for (int kb = 0; kb < blocks; ++kb) {
     float factor[2][2];  // half, row
-    MOE_UNROLL
-    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(codes[i % 2], codes[2 + i / 2]);
-    if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);  // arrives while this block is multiplied
     Isa::barrier_wait(ring.full(), ring.phase);
     if (can_gather_fp8(kKind) && args.gather != nullptr) Isa::fence_async_shared();  // A was written by lanes, and is read by the tensor cores
     MOE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      multiply_half<false>(block, ring.data(), turns, half);
-      if (half == 1) Ring<Isa, Config>::release(ring.empty());
+      start_half<Isa, Config>(block, ring.data(), consumer, half, [] {});
+      if (half == 0) {  // while the products run
+        const uint32_t rows = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
+        const uint32_t row[2] = {Isa::load_shared_byte(rows), Isa::load_shared_byte(rows + 8)};
+        MOE_UNROLL
+        for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(row[i % 2], weight[i / 2]);
+        if (kb + 1 < blocks) {
+          const int at = weights.at(kb + 1);
+          weight[0] = Isa::load_code(weights.codes[0] + at);
+          weight[1] = Isa::load_code(weights.codes[1] + at);
+        }
+      }
+      Isa::template mma_wait<0>();
+      if (half == 1) {
+        Isa::warp_sync();  // all lanes have read their codes
+        Ring<Isa, Config>::release(ring.empty());
+      }
       MOE_UNROLL
       for (int i = 0; i < kHalf; ++i) sum[kHalf * half + i] = Isa::fma(block[i], factor[half][i / 2 % 2], sum[kHalf * half + i]);
     }
@@ -216,7 +215,11 @@ MOE_FN void multiply_columns(float (&sum)[Config::kAcc], const Task& tile, const
       const float row_scale[2] = {mx::finite_scale_value(Isa::load_shared_byte(a_scales)),
                                   mx::finite_scale_value(Isa::load_shared_byte(a_scales + 8))};
       auto next = Isa::load_vector(b_scales);
-      multiply_half<true>(block, ring.data(), turns, half);
+      turns.wait();
+      start_half<Isa, Config>(block, ring.data(), consumer, half, [] { Isa::mma_commit(); });
+      Isa::template mma_wait<1>();
+      turns.pass();
+      Isa::template mma_wait<0>();
       MOE_UNROLL
       for (int part = 0; part < 4; ++part) {
         const auto words = next;
@@ -275,7 +278,7 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
   } else if constexpr (is_wgrad(kKind)) {
     multiply_columns<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue, turns);
   } else {
-    multiply_rows<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue, turns);
+    multiply_rows<kKind, Isa, Config>(sum, tile, args, blocks, ring, epilogue);
   }
 
   if constexpr (is_wgrad(kKind)) {
@@ -284,7 +287,10 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
     MxGateUpTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, {}};
     write_gate_up<kPlain, Isa>(results, args);
   } else if constexpr (kKind == kDgradDown) {
-    MxDgradDownTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}};
+    // The K loop has no registers for addresses of the epilogue.
+    epilogue.lane = Isa::not_before(epilogue.lane);
+    epilogue.warp = Isa::not_before(epilogue.warp);
+    MxDgradDownTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, sum};
     write_dgrad_down<kPlain, Isa>(results, args);
   } else {
     RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring, {}};
@@ -318,7 +324,7 @@ struct MxRoles {
         if constexpr (is_wgrad(kKind)) {
           return LineScales<kKind, Isa, Config>(tile, args);
         } else {
-          return NoScales{};
+          return RowCodes<kKind, Isa, Config>(tile, args);
         }
       });
     });

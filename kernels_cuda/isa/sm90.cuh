@@ -63,6 +63,11 @@ struct Sm90 {
         : "memory");
   }
   static MOE_FN void warp_sync() { __syncwarp(); }
+  // The same value, but what depends on it is not computed before this point, and so not kept in registers up to here.
+  static MOE_FN uint32_t not_before(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
   static MOE_FN void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   }

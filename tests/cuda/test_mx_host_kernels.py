@@ -45,6 +45,7 @@ FAULTS = [
     ("sync:ldmatrix.trans", "dgrad_down", "read by warp", "write by warp"),  # reported before all lanes have read
     ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),  # gate and up, overwritten in place
     # A stage given back before its scales are read.
+    ("sync:wait", "dgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
     ("sync:load", "down_tokens_n", "read by warp", "write by the copy engine"),  # scales, overwritten
@@ -63,14 +64,10 @@ def test_missing_order_is_found(program, fault, kind, first, second):
 MUTATIONS = {
     "stage given back before its products are done": (
         "mx_roles.h",
-        "Isa::template mma_wait<0>();\n}",
-        "Isa::template mma_wait<1>();\n}",
+        "Isa::template mma_wait<0>();\n      if (half == 1) {",
+        "Isa::template mma_wait<1>();\n      if (half == 1) {",
     ),
-    "scales of the block before": (
-        "mx_roles.h",
-        "if (kb + 1 < blocks) scales.template fetch<Isa>(kb + 1, codes);",
-        "if (kb + 1 < blocks) scales.template fetch<Isa>(kb, codes);",
-    ),
+    "scales of the block before": ("mx_roles.h", "const int at = weights.at(kb + 1);", "const int at = weights.at(kb);"),
     "half of the tokens added before its products are done": (
         "mx_tokens_n.h",
         "finish_half<1, 0>(first, scales, empty);",
