@@ -1,6 +1,7 @@
 // Runs every kind of grouped GEMM of kernels_cuda/ on the host emulator, on a small layer with unequal, unaligned sizes, and compares
 // with plain loops: relative norm per expert, zero padding, nothing written elsewhere, equal bits for every interleaving seed.
-// Usage: host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line per kind and exits with 1 on a mismatch.
+// Usage: host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line per kind and exits with 1 on a mismatch. KIND_tokens_n: begins
+// with tokens on the N side.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -23,10 +24,11 @@ using Isa = Faulty<Host>;
 using Config = GemmConfig<256>;
 using Arguments = GemmArguments<host::Map>;
 
-constexpr int kExperts = 3, kD = 72, kF = 136;
-constexpr int kCount[kExperts] = {200, 0, 70};  // two row tiles that pair, an empty expert, an odd tile
-constexpr int kStart[kExperts] = {0, 256, 256};
-constexpr int kRows = 384;
+constexpr int kExperts = 5, kD = 72, kF = 136;
+// Two row tiles that pair, an empty expert, an odd tile; with tokens on the N side a tile that overflows, and several widths of a product.
+constexpr int kCount[kExperts] = {200, 0, 70, 140, 170};
+constexpr int kStart[kExperts] = {0, 256, 256, 384, 640};
+constexpr int kRows = 896;
 constexpr int kTopK = 2;
 
 std::mt19937 generator(7);
@@ -481,6 +483,11 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
   for (int s = 0; s < Config::kStages; ++s) full.push_back(base + Config::kBarrierOffset + 8 * s);
   if (name == "full") return full;
   if (name == "credit") return {credit_barrier<Config>(base, 0), credit_barrier<Config>(base, 1)};
+  if (name == "written_n") {  // of a consumer with tokens on the N side
+    std::vector<uint32_t> written;
+    for (int unit = 0; unit < TokensNConfig::kMaxUnits; ++unit) written.push_back(written_barrier<TokensNConfig>(base, 1, unit));
+    return written;
+  }
   std::fprintf(stderr, "unknown barrier %s\n", name.c_str());
   std::exit(2);
 }
@@ -493,7 +500,10 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: host_kernels KIND SEED... [--without=FAULT]\n");
     return 2;
   }
-  const std::string kind = argv[1];
+  std::string kind = argv[1];
+  const std::string suffix = "_tokens_n";
+  const bool only_n = kind.size() > suffix.size() && kind.substr(kind.size() - suffix.size()) == suffix;
+  if (only_n) kind.resize(kind.size() - suffix.size());
   uint64_t first = 0;
   for (int i = 2; i < argc; ++i) {
     generator.seed(7);
@@ -514,7 +524,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
       std::exit(2);
     };
-    const uint64_t bits = run_kind(Variant::kDispatched);
+    const uint64_t bits = run_kind(only_n ? Variant::kTokensN : Variant::kDispatched);
     std::vector<Variant> others;
     if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
     if (kind == "down") others = {Variant::kTokensN, Variant::kScattered};

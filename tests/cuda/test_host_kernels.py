@@ -44,6 +44,14 @@ FAULTS = [
     ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),
     ("sync:load", "down", "read by the store warp", "write by warp"),  # rows that go to their tokens
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
+    ("wait:written_n", "dgrad_down_tokens_n", "read by a bulk store", "write by the copy engine"),
+    ("sync:load", "dgrad_down_tokens_n", "read by warp", "write by warp"),  # gate and up, overwritten in place
+    (
+        "sync:fence",
+        "dgrad_down_tokens_n",
+        "write by warp",
+        "read by (the store warp|a bulk store)",
+    ),  # what d(weight) is made of
 ]
 
 
