@@ -65,7 +65,6 @@ struct TokensNConfig : TokensNShape<256, 4, 16, 3> {
   static constexpr int kSharedBytes = kTableOffset + 2 * 4 * kTokens;
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
 
 MOE_HOST_FN constexpr bool can_put_tokens_on_n(Kind kind) { return !is_wgrad(kind); }

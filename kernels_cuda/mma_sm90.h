@@ -68,8 +68,6 @@ struct GemmConfig {
 
   static_assert(kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogues");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  // What 384 threads can be given in equal parts, in steps of eight: a warpgroup that asked for more would wait for ever.
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
 
 // Barriers. Stages: full[s], one arrival, this block's producer, with the bytes of its own copies and the peer's multicast; in launches that
@@ -645,6 +643,9 @@ struct TokensM {
 template <class Roles, class Isa, class Batch>
 MOE_FN void run_roles(const Batch& batch) {
   using Config = typename Roles::Config;
+  // What a block starts with: equal parts of the register file, in steps of eight a thread. A warpgroup that asked for more would wait for ever.
+  constexpr int kStart = 65536 / Config::kThreads / 8 * 8;
+  static_assert(128 * (Config::kProducerRegisters + Config::kConsumers * Config::kConsumerRegisters) <= Config::kThreads * kStart, "too many registers");
   const uint32_t base = Isa::shared_base();
   const uint32_t warp = Isa::warp_index();
   if (warp == 0 && Isa::elect_one()) {
