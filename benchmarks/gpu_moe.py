@@ -82,7 +82,7 @@ def print_profile(run, repeats: int = 5) -> None:
     times = {}
     for e in prof.key_averages():
         if e.device_time_total > 0:
-            found = re.search(r"(?:KindSet|TokensN|Resident)<\(moe::Kind\)(\d)|(\w+)\(", e.key)
+            found = re.search(r"(?:KindSet|TokensN|Resident(?:Rows)?)<\(moe::Kind\)(\d)|(\w+)\(", e.key)
             name = e.key[:30] if found is None else f"gemm{found[1]}" if found[1] else found[2]
             times[name] = times.get(name, 0.0) + e.device_time_total / repeats
     print("    us: " + "  ".join(f"{name} {us:.0f}" for name, us in sorted(times.items())), flush=True)

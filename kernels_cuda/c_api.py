@@ -58,7 +58,7 @@ WAYS = (
     "tokens_n",
     "gathered_n",
     "resident_512",
-    "resident_128",
+    "resident_rows",
 )  # kernels_cuda/moe.h: Way
 
 

@@ -1,8 +1,9 @@
 // The grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form.
-// Everything of substance is in mma_sm90.h, gemm_tokens_n.h and gemm_resident.h.
+// Everything of substance is in mma_sm90.h, gemm_tokens_n.h, gemm_resident.h and gemm_resident_rows.h.
 #include "gemm_kernels.h"
 
 #include "gemm_resident.h"
+#include "gemm_resident_rows.h"
 #include "gemm_tokens_n.h"
 #include "isa/sm90.cuh"
 #include "mma_sm90.h"
@@ -74,10 +75,14 @@ using OnM = TokensM<KindSet<kKind>, kPlain, Sm90, std::conditional_t<kKind == kD
 template <Kind kKind, bool kPlain>
 using OnN = TokensN<kKind, kPlain, Sm90>;
 
-template <Kind kKind>
-using Wide = Resident<kKind, Sm90, ResidentWide>;
-template <Kind kKind>
-using Tall = Resident<kKind, Sm90, ResidentTall>;
+template <template <Kind, class, class> class Roles, class Config>
+cudaError_t launch_strips(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
+  switch (kind) {
+    case kWgradDown: return launch<Roles<kWgradDown, Sm90, Config>>(batch, stream);
+    case kWgradGateUp: return launch<Roles<kWgradGateUp, Sm90, Config>>(batch, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
 
 }  // namespace
 
@@ -92,14 +97,8 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
       default: return cudaErrorInvalidValue;
     }
   }
-  if (layout != Layout::kTokensM) {
-    const bool wide = layout == Layout::kResident512;
-    switch (kind) {
-      case kWgradDown: return wide ? launch<Wide<kWgradDown>>(batch, stream) : launch<Tall<kWgradDown>>(batch, stream);
-      case kWgradGateUp: return wide ? launch<Wide<kWgradGateUp>>(batch, stream) : launch<Tall<kWgradGateUp>>(batch, stream);
-      default: return cudaErrorInvalidValue;
-    }
-  }
+  if (layout == Layout::kResident512) return launch_strips<Resident, ResidentConfig>(kind, batch, stream);
+  if (layout == Layout::kResidentRows) return launch_strips<ResidentRows, ResidentRowsConfig>(kind, batch, stream);
   switch (kind) {
     case kGateUp: return plain ? launch<OnM<kGateUp, true>>(batch, stream) : launch<OnM<kGateUp, false>>(batch, stream);
     case kDown: return launch<OnM<kDown, true>>(batch, stream);

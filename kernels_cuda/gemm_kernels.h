@@ -12,8 +12,8 @@ namespace moe {
 enum class Layout : uint8_t {
   kTokensM,      // mma_sm90.h
   kTokensN,      // gemm_tokens_n.h; kinds that can
-  kResident512,  // strips of gemm_resident.h; weight gradients that are overwritten
-  kResident128,
+  kResident512,   // strips of gemm_resident.h; weight gradients that are overwritten
+  kResidentRows,  // those of gemm_resident_rows.h
 };
 
 // Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.

@@ -1,39 +1,33 @@
-// Weight gradients with one operand at rest. A block keeps kColumns columns of operand B, for all rows of an expert, in shared memory and
-// walks down a strip of row tiles, for which only columns of operand A arrive, shared with the other block of the cluster. Such a
-// product is mostly stores, and what its loads take of L2 and memory is missing for them; and one warpgroup multiplies while the other
-// one stores. An expert with more rows than fit streams both operands through the same rings. The sums are those of mma_sm90.h, bit
-// for bit.
-//
-// 512 columns, for experts with up to 192 rows: tiles of 64 rows, of which each warpgroup takes half of the columns. 128 columns, up to
-// 576 rows: tiles of 128 rows, which the warpgroups take in turn.
+// Weight gradients with one operand at rest in shared memory, for experts with up to 192 rows; gemm_resident_rows.h is the form for more. A block
+// keeps 512 columns of operand B, for all rows of an expert, and walks down a strip of tiles of 64 rows, for which only columns of operand A
+// arrive, shared with the other block of the cluster. Such a product is mostly stores, and what its loads take of L2 and memory is
+// missing for them. Each warpgroup takes half of the columns, and one multiplies while the other one stores. An expert with more rows than fit
+// streams both operands through the same rings. The sums are those of mma_sm90.h, bit for bit.
 #pragma once
 
 #include "mma_sm90.h"
 
 namespace moe {
 
-template <int kColumns, int kBlocks>
 struct ResidentConfig {
-  static constexpr bool kSplit = kColumns == 512;  // the warpgroups share a tile; else they take tiles in turn
-  static constexpr int kTileM = kSplit ? 64 : 128;
-  static constexpr int kTileN = kColumns;
-  static constexpr int kStripTiles = kSplit ? 32 : 16;
+  static constexpr int kTileM = 64;
+  static constexpr int kTileN = 512;
+  static constexpr int kStripTiles = 32;
   static constexpr int kBlockK = 64;
-  static constexpr int kBoxRows = kSplit ? 16 : 64;  // of a box of either operand: reads of few rows end near the last one
+  static constexpr int kBoxRows = 16;  // of a box of either operand: reads of few rows end near the last one
   static constexpr bool kOnlyKMajor = false;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kPanelsA = kTileM / 64;
-  static constexpr int kPanelsB = kColumns / 64;
-  static constexpr int kOwnN = kSplit ? kColumns / 2 : kColumns;  // columns of a warpgroup
-  static constexpr int kOwnM = kTileM / 64;                       // 64-row parts of a warpgroup
+  static constexpr int kPanelsB = kTileN / 64;
+  static constexpr int kOwnN = kTileN / 2;  // columns of a warpgroup
+  static constexpr int kBlocks = 3;         // of K, that fit
   static constexpr int kMaxUnits = 1;
-  static constexpr int kProducerRegisters = kSplit ? 56 : 40;  // by 16-row boxes the loader needs more than 40
-  static constexpr int kConsumerRegisters = kSplit ? 224 : 232;
+  static constexpr int kProducerRegisters = 56;  // by 16-row boxes the loader needs more than 40
+  static constexpr int kConsumerRegisters = 224;
 
-  // Shared memory: operand A, operand B, then the barriers: full and empty of A, of B, and those of mma_sm90.h.
-  static constexpr int kStageBytes = kPanelsA * kPanelBytes;
-  static constexpr int kStages = kSplit ? 4 : 14 - kBlocks;
+  // Shared memory: operand A, the lookahead; operand B; then the barriers: full and empty of A, of B, and those of mma_sm90.h.
+  static constexpr int kStageBytes = kPanelBytes;
+  static constexpr int kStages = 4;
   static constexpr int kColumnsOffset = kStages * kStageBytes;
   static constexpr int kColumnBytes = kPanelsB * kPanelBytes;
   static constexpr int kBarrierOffset = kColumnsOffset + kBlocks * kColumnBytes;
@@ -49,14 +43,9 @@ struct ResidentConfig {
     static constexpr int kBarrierOffset = kBlocks * kColumnBytes + 2 * ResidentConfig::kStages * 8;  // from kColumnsOffset on
   };
 
-  static_assert(kSplit || kColumns == 128, "512 or 128 columns");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
-
-// Up to 192 and 576 rows. What of shared memory B does not take is the lookahead of operand A.
-using ResidentWide = ResidentConfig<512, 3>;
-using ResidentTall = ResidentConfig<128, 9>;
 
 // One strip as every role sees it. The row tiles of both matrices of kWgradGateUp follow one another (Pairs::kStrips).
 template <class Config>
@@ -78,7 +67,7 @@ struct Strip {
   }
   MOE_FN int boxes(int kb) const {  // of a K block, per panel: what lies past the expert's rows is not multiplied
     const int left = div_up(task.rows - Config::kBlockK * kb, Config::kBoxRows);
-    return kBoxes == 1 || left > kBoxes ? kBoxes : left;
+    return left > kBoxes ? kBoxes : left;
   }
   MOE_FN Task tile(int t) const {
     Task one = task;
@@ -117,15 +106,11 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
         columns.advance();
       }
       Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
-      Isa::barrier_expect_bytes(ring.full(), Config::kPanelsA * boxes * kBoxBytes);
-      // Two panels, one brought by each block for both; or one, whose boxes they bring in turn.
-      const uint32_t panel = Config::kPanelsA == 2 ? rank : 0;
+      Isa::barrier_expect_bytes(ring.full(), boxes * kBoxBytes);
       MOE_NO_UNROLL
-      for (int i = 0; i < boxes; ++i) {
-        if (Config::kPanelsA == 1 && (kBoxes * ring.stage + i) % 2 != rank) continue;
-        const Box box = box_a<kKind, Config>(tile, block, 64 * static_cast<int>(panel), Config::kBoxRows * i);
-        const uint32_t to = ring.data() + panel * kPanelBytes + i * kBoxBytes;
-        Isa::template load_panel_both<Config::kSplit>(&args.a, ring.full(), to, box.inner, box.outer, tile.half, 0);
+      for (int i = static_cast<int>(rank); i < boxes; i += 2) {  // the other block brings those in between
+        const Box box = box_a<kKind, Config>(tile, block, 0, Config::kBoxRows * i);
+        Isa::template load_panel_both<true>(&args.a, ring.full(), ring.data() + i * kBoxBytes, box.inner, box.outer, tile.half, 0);
       }
       ring.advance();
     }
@@ -146,9 +131,8 @@ struct ResidentConsumer {
   uint32_t base;
   uint32_t consumer;
   uint32_t lane, row;  // row: of this thread in 64, of values 0 and 1; values 2 and 3 are 8 below
-  uint32_t tiles = 0;  // all, or without kSplit those of both warpgroups
   uint32_t turns = 0;
-  float acc[Config::kOwnM][Config::kOwnN / 2];
+  float acc[Config::kOwnN / 2];
 
   MOE_FN ResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), lane(Isa::lane_index()), row(16 * (Isa::warp_index() % 4) + Isa::lane_index() / 4) {}
@@ -163,36 +147,28 @@ struct ResidentConsumer {
     if (lane == 0) Isa::barrier_arrive(consumer == 0 ? lead_barrier<Config>(base) : followed_barrier<Config>(base));
   }
 
-  // A stage of A goes back to both blocks, of B to this one; one warpgroup counts for two where the other one does not use it.
-  static MOE_FN void release_rows(uint32_t empty) {
-    const uint32_t to = Isa::lane_index();
-    if (to < 2) Isa::barrier_arrive_cluster(empty, to, Config::kSplit ? 1 : 2);
-  }
-  MOE_FN void release_columns(uint32_t empty, bool for_both) const {
-    if (lane < (for_both ? 2u : 1u)) Isa::barrier_arrive(empty);
+  // A stage of A goes back to both blocks, of B to this one.
+  MOE_FN void release_columns(uint32_t empty) const {
+    if (lane == 0) Isa::barrier_arrive(empty);
   }
 
   // The products of one tile, which has K blocks; the last block in steps of 16 rows, as many as there are. first: operand B has yet to be
   // seen full; last: its stages go back.
   MOE_FN void multiply(const Strip<Config>& strip, bool first, bool last, Rows& ring, Columns at) {
-    const bool for_both = !strip.resident && !Config::kSplit;
     uint32_t previous = 0, previous_columns = 0;
     auto give_back = [&] {
-      release_rows(previous);
-      if (last) release_columns(previous_columns, for_both);
+      Rows::release(previous);
+      if (last) release_columns(previous_columns);
     };
     auto block = [&](auto steps, bool follows) {
       if (first) Isa::barrier_wait(at.full(), at.phase);
       Isa::barrier_wait(ring.full(), ring.phase);
-      const uint64_t desc_b = panel_descriptor(at.data() + (Config::kSplit ? consumer * (Config::kOwnN / 64) * kPanelBytes : 0), true);
+      const uint64_t desc_a = panel_descriptor(ring.data(), true);
+      const uint64_t desc_b = panel_descriptor(at.data() + consumer * (Config::kOwnN / 64) * kPanelBytes, true);
       Isa::mma_fence();
       MOE_UNROLL
       for (int k16 = 0; k16 < decltype(steps)::value; ++k16) {
-        MOE_UNROLL
-        for (int m = 0; m < Config::kOwnM; ++m) {
-          const uint64_t desc_a = panel_descriptor(ring.data() + m * kPanelBytes, true);
-          Isa::template mma<Config::kOwnN, true, true>(acc[m], desc_a + k16 * panel_k16_step(true), desc_b + k16 * panel_k16_step(true));
-        }
+        Isa::template mma<Config::kOwnN, true, true>(acc, desc_a + k16 * panel_k16_step(true), desc_b + k16 * panel_k16_step(true));
       }
       Isa::mma_commit();
       if (follows) {
@@ -211,7 +187,7 @@ struct ResidentConsumer {
     if (rest == 3) block(Steps<3>{}, whole > 0);
     if (rest == 2) block(Steps<2>{}, whole > 0);
     if (rest == 1) block(Steps<1>{}, whole > 0);
-    if (strip.resident || !Config::kSplit) pass_turn();
+    if (strip.resident) pass_turn();
     Isa::template mma_wait<0>();
     give_back();
   }
@@ -223,8 +199,8 @@ struct ResidentConsumer {
       if (first) Isa::barrier_wait(at.full(), at.phase);
       Isa::barrier_wait(ring.full(), ring.phase);
       Isa::warp_sync();
-      release_rows(ring.empty());
-      if (last) release_columns(at.empty(), !strip.resident && !Config::kSplit);
+      Rows::release(ring.empty());
+      if (last) release_columns(at.empty());
       ring.advance();
       at.advance();
     }
@@ -235,61 +211,30 @@ struct ResidentConsumer {
     const Strip<Config> strip(task, kKind, rank, args);
     const bool live = strip.task.n0 < args.n_extent;
     const bool resident = strip.resident;
-    constexpr int kStep = Config::kSplit ? 1 : 2;
-    const int own = Config::kSplit ? 0 : static_cast<int>((tiles ^ consumer) & 1);  // this warpgroup's first tile
-    const int left_over = strip.tiles - own;  // <= 0: none
-    const int last_tile = left_over <= 0 ? -1 : own + (left_over - 1) / kStep * kStep;
-    if (!Config::kSplit) ring.skip(own * strip.k_blocks);
-    if (!Config::kSplit && !resident) columns.skip(own * strip.k_blocks);
     MOE_NO_UNROLL
-    for (int t = own; t < strip.tiles; t += kStep) {
+    for (int t = 0; t < strip.tiles; ++t) {
       MOE_UNROLL
-      for (int m = 0; m < Config::kOwnM; ++m) {
-        MOE_UNROLL
-        for (int i = 0; i < Config::kOwnN / 2; ++i) acc[m][i] = 0.0f;
-      }
-      const bool first = t == own || !resident, last = t == last_tile || !resident;
+      for (float& sum : acc) sum = 0.0f;
+      const bool first = t == 0 || !resident, last = t == strip.tiles - 1 || !resident;
       wait_turn();
-      // Both warpgroups give back the stages of a tile that they share; one that does not fit the ring is a matter of both at once.
-      if (Config::kSplit && !resident) pass_turn();
+      // Both warpgroups give back the stages of a tile; one that does not fit the ring is a matter of both at once.
+      if (!resident) pass_turn();
       if (live && strip.k_blocks > 0) {
         multiply(strip, first, last, ring, columns);
       } else {
         follow(strip, first, last, ring, columns);
-        if (!Config::kSplit || resident) pass_turn();
+        if (resident) pass_turn();
       }
-      const int skipped = t + 1 < strip.tiles ? (kStep - 1) * strip.k_blocks : 0;  // the next tile is the other warpgroup's
-      if (!Config::kSplit) ring.skip(skipped);
-      if (!resident) columns.skip(strip.k_blocks + skipped);
-      if (live) write(strip.tile(t), args);
+      if (!resident) columns.skip(strip.k_blocks);
+      if (!live) continue;
+      const Task tile = strip.tile(t);
+      const int column = tile.n0 + Config::kOwnN * static_cast<int>(consumer);
+      store_gradient<Isa, Config::kOwnN, true>(acc, tile, kKind, tile.m0 + static_cast<int>(row), column, args);
     }
-    if (resident) {
-      if (last_tile < 0) {  // no tile of this strip: the stages of B are given back all the same
-        Columns at = columns;
-        MOE_NO_UNROLL
-        for (int kb = 0; kb < strip.k_blocks; ++kb) {
-          Isa::barrier_wait(at.full(), at.phase);
-          Isa::warp_sync();
-          release_columns(at.empty(), false);
-          at.advance();
-        }
-      }
-      columns.skip(strip.k_blocks);
-    }
-    tiles += static_cast<uint32_t>(strip.tiles);
+    if (resident) columns.skip(strip.k_blocks);
     if (task.signal >= 0) {
       Isa::warp_sync();
       if (lane == 0) Isa::barrier_arrive(written_barrier<Config>(base, consumer, 0));
-    }
-  }
-
-  template <class Arguments>
-  MOE_FN void write(const Task& tile, const Arguments& args) {
-    const int column = tile.n0 + (Config::kSplit ? Config::kOwnN * static_cast<int>(consumer) : 0);
-    MOE_UNROLL
-    for (int m = 0; m < Config::kOwnM; ++m) {
-      const int first = tile.m0 + 64 * m + static_cast<int>(row);
-      store_gradient<Isa, Config::kOwnN, Config::kSplit>(acc[m], tile, kKind, first, column, args);
     }
   }
 };

@@ -76,7 +76,7 @@ Way way_of(const LayerShape& s, Kind kind) {
   constexpr int64_t kGatherWidth = 1536;
   if (s.way[kind] != kWayAuto) return s.way[kind];
   const int64_t rows = rows_per_expert(s);
-  if (is_wgrad(kind)) return resident_way(rows, n_extent(s, kind));
+  if (is_wgrad(kind)) return resident_way(rows, m_extent(s, kind), n_extent(s, kind));
   const bool few = rows <= TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
@@ -90,7 +90,7 @@ Layout layout_of(const LayerShape& s, Kind kind, bool accumulate) {
     case kWayTokensN:
     case kWayGatheredN: return Layout::kTokensN;
     case kWayResident512: return accumulate ? Layout::kTokensM : Layout::kResident512;
-    case kWayResident128: return accumulate ? Layout::kTokensM : Layout::kResident128;
+    case kWayResidentRows: return accumulate ? Layout::kTokensM : Layout::kResidentRows;
     default: return Layout::kTokensM;
   }
 }
@@ -116,8 +116,8 @@ Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
   switch (layout) {
     case Layout::kTokensM: t.tile_m = 2 * kTileM, t.pairs = Pairs::kRows; break;
     case Layout::kTokensN: t.tile_m = TokensNConfig::kTokens; break;
-    case Layout::kResident512: return in_strips<ResidentWide>(t);
-    case Layout::kResident128: return in_strips<ResidentTall>(t);
+    case Layout::kResident512: return in_strips(t);
+    case Layout::kResidentRows: return in_row_strips(t);
   }
   return t;
 }
@@ -134,7 +134,7 @@ List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumu
   int64_t longest = max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensM));
   if (can_put_tokens_on_n(kind)) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, Layout::kTokensN)));
   if (is_wgrad(kind)) {
-    for (Layout layout : {Layout::kResident512, Layout::kResident128}) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, layout)));
+    for (Layout layout : {Layout::kResident512, Layout::kResidentRows}) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, layout)));
   }
   list.tasks = workspace.take<Task>(longest);
   list.num_tasks = workspace.take<int32_t>(1);
@@ -230,7 +230,7 @@ bool has_way(const LayerShape& s, int product, Way way) {
     case kWayGathered: return can_gather(kind) && gather_reaches(s);
     case kWayTokensN: return can_put_tokens_on_n(kind) && !scatters(s, kind);
     case kWayResident512:
-    case kWayResident128: return is_wgrad(kind);
+    case kWayResidentRows: return is_wgrad(kind);
     case kWayGatheredN: return can_gather(kind) && can_put_tokens_on_n(kind) && gather_reaches(s);
     default: return false;
   }

@@ -1,7 +1,7 @@
 // The MMA roles of Hopper: what differs from Blackwell (mma_sm100.h) besides the instruction layer. Two consumer warpgroups multiply 64 rows
 // each, keep the sums in registers and turn them into results themselves, which store warps send to memory. Tasks, ring, loader and the maths
 // of results are those of every architecture: scheduler.h, gemm_ring.h, gemm_load.h, gemm_results.h. Tile programs of other shapes over
-// the same parts: gemm_tokens_n.h, gemm_resident.h, mx_roles.h.
+// the same parts: gemm_tokens_n.h, gemm_resident.h, gemm_resident_rows.h, mx_roles.h.
 //
 // A block owns a 128 x kTileN output tile. Warp 0 fills the ring; warps 1 and 2 store what the consumers leave in shared memory, so that a
 // warpgroup goes on to its next tile while the last one drains; warp 3 brings rows of A from tokens, where they are not dispatched,

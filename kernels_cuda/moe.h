@@ -30,9 +30,9 @@ enum Way : uint8_t {
   kWayGathered,    // rows of tokens are read where they are
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
-  // Weight gradients: so many columns of one operand stay in shared memory (gemm_resident.h). Those that continue a buffer run dispatched.
-  kWayResident512,  // for experts with up to 192 rows
-  kWayResident128,  // up to 576
+  // Weight gradients with one operand at rest. Those that continue a buffer run dispatched.
+  kWayResident512,   // so many columns of B in shared memory (gemm_resident.h), for experts with up to 192 rows
+  kWayResidentRows,  // rows of A in registers (gemm_resident_rows.h), for experts with about 512 rows or fewer
   kNumWays,
 };
 constexpr int kNumProducts = 6;  // gate_up, down, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up: Kind in task.h

@@ -148,7 +148,7 @@ class MxLayer:
         library=LIBRARY,
         ways=None,
     ):
-        """`ways`: how products run where not as by default, {"wgrad_down": "resident_128"}."""
+        """`ways`: how products run where not as by default, {"wgrad_down": "resident_rows"}."""
         self.lib = load(library)
         rows = self.lib.moe_rows_bound(_I64(tokens), _I64(top_k), _I64(experts))
         self.shape = _Shape(tokens, top_k, experts, rows, d_model, width)

@@ -67,7 +67,7 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
     const bool aligned = options.mode == MxMode::kAligned;
     if (way == kWayTokensN && has_tokens_n(s, aligned, static_cast<Kind>(kind))) continue;
     if (way == kWayGathered && has_gathered(s, aligned, static_cast<Kind>(kind))) continue;
-    const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && (way == kWayResident512 || way == kWayResident128);
+    const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && is_resident(way);
     if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
   }
   return {};
@@ -95,9 +95,9 @@ Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
   const bool few = rows_per_expert(s) <= MxTokensNConfig::kTokens;
   if (s.way[kind] == kWayTokensN || (s.way[kind] == kWayAuto && few && has_tokens_n(s, fp8, kind))) return Layout::kTokensN;
   if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
-  switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), n_extent(s, kind))) {
+  switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), m_extent(s, kind), n_extent(s, kind))) {
     case kWayResident512: return Layout::kResident512;
-    case kWayResident128: return Layout::kResident128;
+    case kWayResidentRows: return Layout::kResidentRows;
     default: return Layout::kTokensM;
   }
 }
@@ -107,8 +107,8 @@ Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
   const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows};
   switch (layout) {
     case Layout::kTokensN: return {kind, OnN::kTokens, step_n<OnN>(kind), t.m_extent, t.n_extent, skip_empty, Pairs::kColumns};
-    case Layout::kResident512: return in_strips<ResidentWide>(t);
-    case Layout::kResident128: return in_strips<ResidentTall>(t);
+    case Layout::kResident512: return in_strips(t);
+    case Layout::kResidentRows: return in_row_strips(t);
     default: return t;
   }
 }

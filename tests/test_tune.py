@@ -128,7 +128,7 @@ def test_the_module_knows_which_ways_a_shape_has():
     assert named("gate_up", *many) == named("gate_up", *one) == ["dispatched", "gathered", "tokens_n", "gathered_n"]
     assert named("down", *many) == ["dispatched", "tokens_n"]
     assert named("down", *one) == named("dgrad_down", *one) == ["dispatched"]
-    assert named("wgrad_down", *many) == ["dispatched", "resident_512", "resident_128"]
+    assert named("wgrad_down", *many) == ["dispatched", "resident_512", "resident_rows"]
     assert "gathered" not in named("gate_up", 2**20, 8, 64, 8192, 64), "offsets of 32 bits"
 
 

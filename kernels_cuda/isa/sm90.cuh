@@ -162,6 +162,12 @@ struct Sm90 {
     if constexpr (kN == 192) sm90::wgmma_m64n192k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 256) sm90::wgmma_m64n256k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
   }
+  // The same of 128 columns with operand A in registers (sm90_wgmma.cuh says which lane has what), which must stay as they are until the product
+  // is waited for.
+  template <bool kMnMajorB, int kCount>
+  static MOE_FN void mma_registers(float (&acc)[kCount], const uint32_t (&a)[4], uint64_t desc_b) {
+    sm90::wgmma_m64n128k16_registers<kMnMajorB>(acc, a, desc_b);
+  }
   template <int kRegisters>
   static MOE_FN void registers_grow() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -82,6 +82,18 @@ MOE_WGMMA(176, 11, 88, 89, 90, 91)
 MOE_WGMMA(192, 12, 96, 97, 98, 99)
 MOE_WGMMA(256, 16, 128, 129, 130, 131)
 
+// Operand A in registers: of 64 x 16, lane l of warp w has rows 16 w + l / 4 and 8 below, columns 2 (l % 4) and the next, then those 8 on.
+#define MOE_WGMMA_REGISTERS(N, GROUPS, A0, A1, A2, A3, B, TRANS_B)                                                     \
+  template <int kTransB, int kCount>                                                                                  \
+  MOE_FN void wgmma_m64n##N##k16_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t desc_b) {             \
+    static_assert(2 * kCount >= N, "too few accumulators");                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" MOE_NAMES_TO_##GROUPS "}, {%" #A0 ",%" #A1 \
+                 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, %" #TRANS_B ";"                                               \
+                 : MOE_REGS_TO_##GROUPS                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "n"(kTransB));                            \
+  }
+MOE_WGMMA_REGISTERS(128, 8, 64, 65, 66, 67, 68, 69)
+
 // E4M3 operands, which are K-major: D = A B (kFirst) or D += A B.
 #define MOE_WGMMA_E4M3(N, GROUPS, A, B, ADDS)                                                                       \
   template <bool kFirst>                                                                                            \
@@ -100,6 +112,7 @@ MOE_WGMMA_E4M3(96, 6, 48, 49, 50)
 MOE_WGMMA_E4M3(128, 8, 64, 65, 66)
 
 #undef MOE_WGMMA
+#undef MOE_WGMMA_REGISTERS
 #undef MOE_WGMMA_E4M3
 #undef MOE_NAMES_0
 #undef MOE_NAMES_1

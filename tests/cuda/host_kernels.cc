@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gemm_resident.h"
+#include "gemm_resident_rows.h"
 #include "gemm_tokens_n.h"
 #include "host_faults.h"
 #include "host_tasks.h"
@@ -20,7 +21,11 @@
 namespace {
 
 using namespace moe;
-using Isa = Faulty<Host>;
+struct Isa : Faulty<Host> {
+  static inline uint32_t cluster = 0, clusters = 1;  // which one runs; they run one after the other
+  static uint32_t cluster_index() { return cluster; }
+  static uint32_t num_clusters() { return clusters; }
+};
 using Config = GemmConfig<256>;
 using Arguments = GemmArguments<host::Map>;
 
@@ -85,18 +90,21 @@ Tiling tiling_of(Kind kind, const Arguments& args, int tile_m, Pairs pairs) {
 }
 
 // How operand A is brought, which side the tokens are on, whether results go straight to tokens, or what stays in shared memory.
-enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kScattered, kResident512, kResident128, kStreamed128 };
+enum class Variant { kDispatched, kGathered, kTokensN, kGatheredN, kScattered, kResident512, kResidentRows, kFewResidentRows };
 
 bool gathers(Variant variant) { return variant == Variant::kGathered || variant == Variant::kGatheredN; }
 bool on_n(Variant variant) { return variant == Variant::kTokensN || variant == Variant::kGatheredN; }
 
 // Runs the list of this tiling with the given roles.
 template <class Roles>
-void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed) {
+void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed, uint32_t clusters = 1) {
   const auto tasks = list_tasks(tiling, kCount, kStart);
   const int count = static_cast<int>(tasks.size());
   GemmBatch<host::Map, 1> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
+  Isa::clusters = clusters;
+  for (Isa::cluster = 0; Isa::cluster < clusters; ++Isa::cluster) {
+    host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
+  }
 }
 
 constexpr int kZeroTo = 32;  // results with tokens on the N side are written so far
@@ -113,22 +121,35 @@ void run(const Arguments& args, uint32_t seed) {
   run_list<TokensM<KindSet<kKind>, true, Isa, Config>>(tiling_of(kKind, args, 2 * Config::kTileM, Pairs::kRows), args, seed);
 }
 
-// Weight gradients by strips, which here are one each. The expert of 200 rows streams, but for the 128 columns that hold 576 rows; the
-// one of 70 stays.
-template <Kind kKind, class Shape>
+// Weight gradients by strips, which here are one each. The expert of 200 rows streams, the one of 70 stays.
+template <Kind kKind>
 void run_resident(const Arguments& args, uint32_t seed) {
+  using Shape = ResidentConfig;
   Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileM, Pairs::kStrips);
   tiling.m_extent = div_up(tiling.m_extent, Shape::kTileM) * Shape::kTileM;
   tiling.step_n = Shape::kTileN;
   run_list<Resident<kKind, Isa, Shape>>(tiling, args, seed);
 }
 
+// The same with rows at rest: all of them, by one cluster, whose ring comes round; or the first 64 of an expert's, by four clusters, which share the
+// tiles of strips that are left over: two of six, or all three.
+struct FewResidentRows : ResidentRowsConfig {
+  static constexpr int kResidentBlocks = 1;
+};
+template <Kind kKind, class Shape>
+void run_resident_rows(const Arguments& args, uint32_t seed, uint32_t clusters) {
+  Tiling tiling = tiling_of(kKind, args, Shape::kStripTiles * Shape::kTileN, Pairs::kColumns);
+  std::swap(tiling.m_extent, tiling.n_extent);
+  tiling.step_n = Shape::kTileM;
+  run_list<ResidentRows<kKind, Isa, Shape>>(tiling, args, seed, clusters);
+}
+
 template <Kind kKind>
 void run_wgrad(Variant variant, const Arguments& args, uint32_t seed) {
   switch (variant) {
-    case Variant::kResident512: return run_resident<kKind, ResidentWide>(args, seed);
-    case Variant::kResident128: return run_resident<kKind, ResidentTall>(args, seed);
-    case Variant::kStreamed128: return run_resident<kKind, ResidentConfig<128, 2>>(args, seed);
+    case Variant::kResident512: return run_resident<kKind>(args, seed);
+    case Variant::kResidentRows: return run_resident_rows<kKind, ResidentRowsConfig>(args, seed, 1);
+    case Variant::kFewResidentRows: return run_resident_rows<kKind, FewResidentRows>(args, seed, 4);
     default: return run<kKind>(args, seed);
   }
 }
@@ -447,12 +468,13 @@ uint64_t wgrad(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b, i
   }
   Arguments args = arguments(kRows, m_extent, n_extent);
   // What the layer dispatches for a product, dy or x, is zero only as far as the product multiplies; the other operand comes from dgrad.
-  const int zero_to = variant == Variant::kDispatched ? 64 : 16;
+  const int zero_to = variant == Variant::kResident512 ? 16 : 64;
   const auto rows_a = kKind == kWgradDown ? poisoned(a, m_extent, zero_to) : a;
   const auto rows_b = kKind == kWgradGateUp ? poisoned(b, n_extent, zero_to) : b;
   args.a = map_of(rows_a.data(), 2, m_extent, kRows, halves);
   args.b = map_of(rows_b.data(), 2, n_extent, kRows);
-  if (variant == Variant::kResident512) args.a.box_rows = args.b.box_rows = ResidentWide::kBoxRows;
+  if (variant == Variant::kResident512) args.a.box_rows = args.b.box_rows = ResidentConfig::kBoxRows;
+  if (variant == Variant::kResidentRows || variant == Variant::kFewResidentRows) args.a.box_rows = args.b.box_rows = ResidentRowsConfig::kBoxRows;
   args.out = map_of(dw.data(), 4, n_extent, m_extent, halves, kExperts);
   args.dw = dw.data();
   args.accumulate = accumulate;
@@ -529,7 +551,7 @@ int main(int argc, char** argv) {
     if (kind == "gate_up") others = {Variant::kGathered, Variant::kTokensN, Variant::kGatheredN};
     if (kind == "down") others = {Variant::kTokensN, Variant::kScattered};
     if (kind == "dgrad_down" || kind == "dgrad_gate_up") others = {Variant::kTokensN};
-    if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident512, Variant::kResident128, Variant::kStreamed128};
+    if (kind == "wgrad_down" || kind == "wgrad_gate_up") others = {Variant::kResident512, Variant::kResidentRows, Variant::kFewResidentRows};
     for (Variant other : others) {
       if (run_kind(other) == bits) continue;
       std::printf("%s: variant %d gives other bits than dispatched rows on the M side\n", kind.c_str(), static_cast<int>(other));

@@ -4,6 +4,7 @@
 
 #include "gemm_kernels.h"
 #include "gemm_resident.h"
+#include "gemm_resident_rows.h"
 #include "gemm_tokens_n.h"
 #include "host_launches.h"
 #include "host_memory.h"
@@ -33,9 +34,9 @@ template <Kind kKind, bool kPlain = true>
 cudaError_t on_n(const Bf16Batch& batch) {
   return run<TokensN<kKind, kPlain, Host>, Host>(batch);
 }
-template <Kind kKind>
-cudaError_t resident(const Bf16Batch& batch, bool wide) {
-  return wide ? run<Resident<kKind, Host, ResidentWide>, Host>(batch) : run<Resident<kKind, Host, ResidentTall>, Host>(batch);
+template <template <Kind, class, class> class Roles, class Config>
+cudaError_t strips(Kind kind, const Bf16Batch& batch) {
+  return kind == kWgradDown ? run<Roles<kWgradDown, Host, Config>, Host>(batch) : run<Roles<kWgradGateUp, Host, Config>, Host>(batch);
 }
 
 template <Kind kKind, bool kPlain = true>
@@ -60,14 +61,9 @@ cudaError_t launch_gemm(Kind kind, const Bf16Batch& batch, cudaStream_t, Layout 
       default: return cudaErrorInvalidValue;
     }
   }
-  if (layout != Layout::kTokensM) {
-    const bool wide = layout == Layout::kResident512;
-    switch (kind) {
-      case kWgradDown: return resident<kWgradDown>(batch, wide);
-      case kWgradGateUp: return resident<kWgradGateUp>(batch, wide);
-      default: return cudaErrorInvalidValue;
-    }
-  }
+  if (layout != Layout::kTokensM && !is_wgrad(kind)) return cudaErrorInvalidValue;
+  if (layout == Layout::kResident512) return strips<Resident, ResidentConfig>(kind, batch);
+  if (layout == Layout::kResidentRows) return strips<ResidentRows, ResidentRowsConfig>(kind, batch);
   switch (kind) {
     case kGateUp: return plain ? on_m<kGateUp>(batch) : on_m<kGateUp, false>(batch);
     case kDown: return on_m<kDown>(batch);

@@ -50,7 +50,7 @@ def run_shapes(unwritten: bool) -> None:
             ("aligned", False, "gate_up", "dispatched"),
             ("aligned", True, "recompute", "resident_512"),
             ("aligned", False, "gate_up_mx", "dispatched"),  # continues a buffer
-            ("exact", False, "gate_up", "resident_128"),
+            ("exact", False, "gate_up", "resident_rows"),
             ("aligned", True, "recompute", "tokens_n"),
         ):
             ways = {}

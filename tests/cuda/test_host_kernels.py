@@ -52,6 +52,7 @@ FAULTS = [
         "write by warp",
         "read by (the store warp|a bulk store)",
     ),  # what d(weight) is made of
+    ("sync:ldmatrix.trans", "wgrad_gate_up", "read by warp", "write by the copy engine"),  # rows that go to registers
 ]
 
 

@@ -12,7 +12,10 @@ UNITS = {"hopper": ["gemm_kernels.cu", "mx_gemm_kernels.cu"], "blackwell": ["sm1
 
 # Tile programs of other shapes over the same parts, which Hopper has besides: rows of tokens read in place, tokens on the N
 # side, an operand at rest, FP8 promoted in registers.
-PROGRAMS = {"gemm_gather.h", "gemm_tokens_n.h", "gemm_resident.h", "mx_roles.h", "mx_tokens_n.h", "mx_epilogue.h"}
+PROGRAMS = {
+    *("gemm_gather.h", "gemm_tokens_n.h", "gemm_resident.h", "gemm_resident_rows.h"),
+    *("mx_roles.h", "mx_tokens_n.h", "mx_epilogue.h"),
+}
 # Host side of a launch.
 LAUNCH = {"gemm_kernels.h", "mx_gemm_kernels.h", "sm100_kernels.h", "sm100_launch.h", "kernel_check.h", "moe.h"}
 SHARED = {

@@ -150,7 +150,7 @@ def test_every_way_of_a_bf16_weight_gradient_has_equal_bits(name, mode):
     p = Problem(name)
     tiles, *strips = (
         p.run(mode, wgrad_bf16=True, ways={"wgrad_down": way, "wgrad_gate_up": way})
-        for way in ("dispatched", "resident_512", "resident_128")
+        for way in ("dispatched", "resident_512", "resident_rows")
     )
     for other in strips:
         for k in NAMES:

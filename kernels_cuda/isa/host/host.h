@@ -104,6 +104,31 @@ struct Host {
       });
     });
   }
+  template <bool kMnMajorB, int kCount>
+  static void mma_registers(float (&acc)[kCount], const uint32_t (&a)[4], uint64_t desc_b) {
+    constexpr int kN = 128;
+    const int block = host::block();
+    const void* mine[2] = {acc, a};
+    warpgroup("mma_registers", desc_b, mine, [=](void** data) {
+      for_operand(desc_b, kMnMajorB, kN, [](uint32_t address) { host::product_reads(address, 16); });
+      std::vector<float> rows(64 * 16);  // as they are now: the program must not change them before it waits
+      void* accs[128];
+      for (int thread = 0; thread < 128; ++thread) {
+        const void* const* of = static_cast<const void* const*>(data[thread]);
+        accs[thread] = const_cast<void*>(of[0]);
+        const uint32_t* pairs = static_cast<const uint32_t*>(of[1]);
+        const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+        for (int i = 0; i < 4; ++i) {
+          float* at = &rows[static_cast<size_t>((row + i % 2 * 8) * 16 + column + i / 2 * 8)];
+          at[0] = bf16_lo(pairs[i]);
+          at[1] = bf16_hi(pairs[i]);
+        }
+      }
+      host::queue_product(warpgroup_index(), accs, kCount, [=](const host::Accumulators& sums) {
+        add_product(sums, kN, rows, operand_rows(block, kN, desc_b, kMnMajorB));
+      });
+    });
+  }
   template <int kRegisters>
   static void registers_grow() {
     warpgroup("setmaxnreg.inc", kRegisters, nullptr, nullptr);
@@ -316,18 +341,23 @@ struct Host {
     for (int i = 0; i < lines * 2; ++i) f(mn_major ? operand_address(desc, true, i / 16 * 8, i % 16) : operand_address(desc, false, i / 2, i % 2 * 8));
   }
 
-  static void product(int block, const host::Accumulators& accs, int n, uint64_t desc_a, bool mn_a, uint64_t desc_b, bool mn_b) {
-    std::vector<float> b(static_cast<size_t>(n) * 16);
-    for (int j = 0; j < n; ++j) {
-      for (int k = 0; k < 16; ++k) b[j * 16 + k] = operand(block, desc_b, mn_b, j, k);
+  // Lines of an operand, 16 values each.
+  static std::vector<float> operand_rows(int block, int lines, uint64_t desc, bool mn_major) {
+    std::vector<float> rows(static_cast<size_t>(lines) * 16);
+    for (int i = 0; i < lines; ++i) {
+      for (int k = 0; k < 16; ++k) rows[static_cast<size_t>(i * 16 + k)] = operand(block, desc, mn_major, i, k);
     }
+    return rows;
+  }
+  static void product(int block, const host::Accumulators& accs, int n, uint64_t desc_a, bool mn_a, uint64_t desc_b, bool mn_b) {
+    add_product(accs, n, operand_rows(block, 64, desc_a, mn_a), operand_rows(block, n, desc_b, mn_b));
+  }
+  static void add_product(const host::Accumulators& accs, int n, const std::vector<float>& a, const std::vector<float>& b) {
     for (int i = 0; i < 64; ++i) {
-      float a[16];
-      for (int k = 0; k < 16; ++k) a[k] = operand(block, desc_a, mn_a, i, k);
       for (int j = 0; j < n; ++j) {
         const int thread = i / 16 * 32 + i % 8 * 4 + j % 8 / 2;
         float& d = accs[thread][j / 8 * 4 + i % 16 / 8 * 2 + j % 2];
-        for (int k = 0; k < 16; ++k) d += a[k] * b[j * 16 + k];
+        for (int k = 0; k < 16; ++k) d += a[static_cast<size_t>(i * 16 + k)] * b[static_cast<size_t>(j * 16 + k)];
       }
     }
   }
