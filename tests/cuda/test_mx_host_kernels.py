@@ -67,7 +67,11 @@ MUTATIONS = {
         "Isa::template mma_wait<0>();\n      if (half == 1) {",
         "Isa::template mma_wait<1>();\n      if (half == 1) {",
     ),
-    "scales of the block before": ("mx_roles.h", "const int at = weights.at(kb + 1);", "const int at = weights.at(kb);"),
+    "scales of the block before": (
+        "mx_roles.h",
+        "const int at = weights.at(kb + 1);",
+        "const int at = weights.at(kb);",
+    ),
     "half of the tokens added before its products are done": (
         "mx_tokens_n.h",
         "finish_half<1, 0>(first, scales, empty);",
