@@ -132,7 +132,7 @@ void run_resident(const Arguments& args, uint32_t seed) {
 }
 
 // The same with rows at rest: all of them, by one cluster, whose ring comes round; or the first 64 of an expert's, by four clusters, which share the
-// tiles of strips that are left over: two of six, or all three.
+// tiles of strips that are left over: one of five, or two of ten.
 struct FewResidentRows : ResidentRowsConfig {
   static constexpr int kResidentBlocks = 1;
 };
