@@ -111,19 +111,29 @@ MOE_FN void store_gate_up_mx(const Task& task, const Arguments& args, uint32_t s
 // Barriers of kDgradDown, in MxConfig's room for more. shared: the 8 warps of both consumers arrive once the BF16 values of a group of 128
 // columns are written, and taken: once they have read each other's, for each of the three matrices; every warp waits for both.
 // staging[consumer]: its store warp arrives when a group has left shared memory; the consumer waits before it writes the next group's rows
-// into its staging panels.
+// into its staging panels. weights[consumer]: its store warp arrives once it has brought the combine weights of the tile's rows.
 template <class Config>
 struct GroupBarriers {
   static MOE_FN uint32_t shared(uint32_t base) { return base + Config::kGroupOffset; }
   static MOE_FN uint32_t taken(uint32_t base) { return base + Config::kGroupOffset + 8; }
   static MOE_FN uint32_t staging(uint32_t base, uint32_t consumer) { return base + Config::kGroupOffset + 16 + 8 * consumer; }
+  static MOE_FN uint32_t weights(uint32_t base, uint32_t consumer) { return base + Config::kGroupOffset + 32 + 8 * consumer; }
   template <class Isa>
   static MOE_FN void init(uint32_t base) {
     Isa::barrier_init(shared(base), 8);
     Isa::barrier_init(taken(base), 8);
-    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) Isa::barrier_init(staging(base, consumer), 1);
+    for (uint32_t consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      Isa::barrier_init(staging(base, consumer), 1);
+      Isa::barrier_init(weights(base, consumer), 1);
+    }
   }
 };
+
+// Combine weight of a row of the consumer's, 0 for padding.
+template <class Config>
+MOE_FN uint32_t row_weight(uint32_t base, uint32_t consumer, uint32_t row) {
+  return base + Config::kWeightsOffset + 4 * (64 * consumer + row);
+}
 
 // 128 rows x 8 columns of BF16 from the panels of both consumers to E4M3 along the columns. Lane l holds column l / 4 and, of every 32 rows,
 // eight from 8 (l % 4) on: ldmatrix gives register m rows 2 (l % 4) .. + 1 of matrix m, which this reads from where rows 8 (l % 4) + 2 (m ^ l % 4)
@@ -177,9 +187,9 @@ struct ColumnStrip {
 // warp are quantised into the staging panels, then consumer c quantises the columns of chunk c into its panels of the second stage.
 // The loop over chunks stays a loop, and so the sums of the next chunk are moved to where those of the last were: unrolled the epilogue is longer than
 // the instruction caches hold.
-template <class Isa, class Config>
-struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
-  using Base = RegisterTile<kDgradDown, Isa, Config>;
+template <class Isa, class Config, bool kAhead>
+struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
+  using Base = RegisterTile<kDgradDown, Isa, Config, kAhead>;
   using Barriers = GroupBarriers<Config>;
   static constexpr int kUnroll = 1;
   static constexpr int kChunkSums = 32;
@@ -292,6 +302,17 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config> {
   }
 };
 
+// Overload of that in gemm_results.h: the store warp has fetched them while the products ran.
+template <class Isa, class Config, bool kAhead, class Arguments>
+MOE_FN void load_weights(const MxDgradDownTile<Isa, Config, kAhead>& results, const Arguments&, float (&weight)[2]) {
+  const auto& epilogue = results.epilogue;
+  Isa::barrier_wait(GroupBarriers<Config>::weights(epilogue.base, epilogue.consumer), epilogue.tiles & 1);
+  MOE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    weight[i] = mx::float_of(Isa::load_word(row_weight<Config>(epilogue.base, epilogue.consumer, epilogue.row_in_group() + 8 * i)));
+  }
+}
+
 // Store warp of one consumer, one kDgradDown task in MXFP8; as store_task.
 template <class Isa, class Config, class Arguments>
 MOE_FN void store_dgrad_down_mx(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
@@ -300,6 +321,14 @@ MOE_FN void store_dgrad_down_mx(const Task& task, const Arguments& args, uint32_
   ring.skip(task_k_blocks<kDgradDown, Config>(task, args));
   const bool one = Isa::lane_index() == 0;
   const int row = tile.row0 + 64 * static_cast<int>(consumer);
+  MOE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int in_group = 32 * i + static_cast<int>(Isa::lane_index());
+    const int slot = in_group < tile.rows - 64 * static_cast<int>(consumer) ? args.slot_M[row + in_group] : -1;
+    Isa::store_word(row_weight<Config>(shared_base, consumer, in_group), slot >= 0 ? mx::bits_of(args.weight_TxK[slot]) : 0u);
+  }
+  Isa::warp_sync();
+  if (one) Isa::barrier_arrive(GroupBarriers<Config>::weights(shared_base, consumer));
   const bool wanted = tile.rows > 64 * static_cast<int>(consumer);
   const bool columns = args.column_codes != nullptr;
   MOE_NO_UNROLL

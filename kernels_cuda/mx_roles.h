@@ -29,8 +29,10 @@ struct MxConfig : GemmConfig<256> {
   static constexpr int kScaleBytesA = kTileM, kScaleBytesB = is_wgrad(kKind) ? 2 * kTileN : 0;
   static constexpr int kGroupOffset = kScaleOffset + kStages * kScaleBytesA;
   static constexpr int kOffsetTable = kGroupOffset + 128;  // where rows are gathered from (gemm_gather.h)
+  static constexpr int kWeightsOffset = kOffsetTable + 640;  // combine weights of 128 rows
   static constexpr int kSharedBytes = kScaleOffset + kStages * (kTileM + 2 * kTileN);
 
+  static_assert(kWeightsOffset + 4 * kTileM <= kSharedBytes, "kDgradDown has no scales of columns in the ring");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
 };
@@ -296,7 +298,7 @@ MOE_FN void compute_mx_task(const Task& task, const Arguments& args, uint32_t ra
     // The K loop has no registers for addresses of the epilogue.
     epilogue.lane = Isa::not_before(epilogue.lane);
     epilogue.warp = Isa::not_before(epilogue.warp);
-    MxDgradDownTile<Isa, Config> results = {{sum, tile, rows, epilogue, ring}, sum};
+    MxDgradDownTile<Isa, Config, kPlain> results = {{sum, tile, rows, epilogue, ring, {}}, sum};
     write_dgrad_down<kPlain, Isa>(results, args);
   } else {
     RegisterTile<kKind, Isa, Config> results = {sum, tile, rows, epilogue, ring, {}};

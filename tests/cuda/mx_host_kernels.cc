@@ -556,6 +556,7 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
   if (name == "shared") return {Group::shared(base)};
   if (name == "taken") return {Group::taken(base)};
   if (name == "staging") return {Group::staging(base, 0), Group::staging(base, 1)};
+  if (name == "weights") return {Group::weights(base, 0), Group::weights(base, 1)};
   if (name == "joint") {  // what the first store warp waits for besides its own consumer
     std::vector<uint32_t> found;
     for (int unit = 0; unit < MxTokensNConfig::kMaxUnits; ++unit) found.push_back(written_barrier<MxTokensNConfig>(base, 1, unit));

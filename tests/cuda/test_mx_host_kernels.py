@@ -37,6 +37,7 @@ FAULTS = [
     ("wait:shared", "dgrad_down", "write by warp", "read by warp"),  # the other consumer's values and maxima
     ("wait:taken", "dgrad_down", "read by warp", "write by warp"),  # before what it reads is overwritten
     ("wait:staging", "dgrad_down", "read by a bulk store", "write by warp"),
+    ("wait:weights", "dgrad_down", "write by", "read by warp"),  # combine weights, fetched by the store warp
     ("store_wait_read", "dgrad_down", "read by a bulk store", "write by"),
     ("fence:wait", "dgrad_down", "write by gathering", "read by products"),
     ("fence:stmatrix", "dgrad_down", "write by warp", "write by the copy engine"),
