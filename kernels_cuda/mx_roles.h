@@ -167,37 +167,41 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
   const uint32_t consumer = epilogue.consumer;
   const WeightCodes<kKind, 2> weights(args, tile);
   uint32_t weight[2] = {Isa::load_code(weights.codes[0]), Isa::load_code(weights.codes[1])};  // of either half of the columns
-  float factor[2][2];  // half, row
-  // The current stage: all that its products and their sums wait for.
-  auto begin_block = [&] {
+  auto wait_full = [&] {
     Isa::barrier_wait(ring.full(), ring.phase);
     if (can_gather_fp8(kKind) && args.gather != nullptr) Isa::fence_async_shared();  // A was written by lanes, and is read by the tensor cores
-    const uint32_t rows = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
-    const uint32_t row[2] = {Isa::load_shared_byte(rows), Isa::load_shared_byte(rows + 8)};
-    MOE_UNROLL
-    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(row[i % 2], weight[i / 2]);
   };
   float block[kHalf];
-  begin_block();
+  wait_full();
   MOE_NO_UNROLL
   for (int kb = 0; kb < blocks; ++kb) {
+    float factor[2][2];  // half, row
     const uint32_t stage = ring.data(), empty = ring.empty();
-    start_half<Isa, Config>(block, stage, consumer, 0, [] {});
-    const int at = weights.at(kb + 1 < blocks ? kb + 1 : kb);
-    weight[0] = Isa::load_code(weights.codes[0] + at);
-    weight[1] = Isa::load_code(weights.codes[1] + at);
-    Isa::template mma_wait<0>();
     MOE_UNROLL
-    for (int i = 0; i < kHalf; ++i) sum[i] = Isa::fma(block[i], factor[0][i / 2 % 2], sum[i]);
-    start_half<Isa, Config>(block, stage, consumer, 1, [] {});
-    const float last[2] = {factor[1][0], factor[1][1]};
-    ring.advance();
-    if (kb + 1 < blocks) begin_block();  // while the last products of this one run
-    Isa::template mma_wait<0>();
-    Isa::warp_sync();  // all lanes have read their codes
-    Ring<Isa, Config>::release(empty);
-    MOE_UNROLL
-    for (int i = 0; i < kHalf; ++i) sum[kHalf + i] = Isa::fma(block[i], last[i / 2 % 2], sum[kHalf + i]);
+    for (int half = 0; half < 2; ++half) {
+      start_half<Isa, Config>(block, stage, consumer, half, [] {});
+      if (half == 0) {  // while the products run
+        const uint32_t rows = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
+        const uint32_t row[2] = {Isa::load_shared_byte(rows), Isa::load_shared_byte(rows + 8)};
+        MOE_UNROLL
+        for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = mx::product_scale(row[i % 2], weight[i / 2]);
+      } else {  // all that the next block's products wait for
+        ring.advance();
+        if (kb + 1 < blocks) {
+          const int at = weights.at(kb + 1);
+          weight[0] = Isa::load_code(weights.codes[0] + at);
+          weight[1] = Isa::load_code(weights.codes[1] + at);
+          wait_full();
+        }
+      }
+      Isa::template mma_wait<0>();
+      if (half == 1) {
+        Isa::warp_sync();  // all lanes have read their codes
+        Ring<Isa, Config>::release(empty);
+      }
+      MOE_UNROLL
+      for (int i = 0; i < kHalf; ++i) sum[kHalf * half + i] = Isa::fma(block[i], factor[half][i / 2 % 2], sum[kHalf * half + i]);
+    }
   }
 }
 

@@ -65,11 +65,14 @@ def test_missing_order_is_found(program, fault, kind, first, second):
 MUTATIONS = {
     "stage given back before its products are done": (
         "mx_roles.h",
-        "Isa::template mma_wait<0>();\n    Isa::warp_sync();  // all lanes have read their codes",
-        "Isa::template mma_wait<1>();\n    Isa::warp_sync();  // all lanes have read their codes",
+        "Isa::template mma_wait<0>();\n      if (half == 1) {",
+        "Isa::template mma_wait<1>();\n      if (half == 1) {",
     ),
-    "scales of the block before": ("mx_roles.h", "kb + 1 < blocks ? kb + 1 : kb", "kb"),
-    "sums of a block scaled by the next one": ("mx_roles.h", "last[i / 2 % 2]", "factor[1][i / 2 % 2]"),
+    "scales of the block before": (
+        "mx_roles.h",
+        "const int at = weights.at(kb + 1);",
+        "const int at = weights.at(kb);",
+    ),
     "half of the tokens added before its products are done": (
         "mx_tokens_n.h",
         "finish_half<1, 0>(first, scales, empty);",
