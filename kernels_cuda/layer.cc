@@ -219,7 +219,7 @@ TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.e
 
 int64_t routed_experts(const LayerShape& s) {
   const int64_t padding = s.rows - s.tokens * s.top_k;
-  return std::clamp<int64_t>(padding / (kGroupRows - 1), 1, s.experts);
+  return std::clamp<int64_t>(padding / (kGroupRows - 1), 1, std::max<int64_t>(s.experts, 1));  // no experts are refused elsewhere
 }
 
 bool has_way(const LayerShape& s, int product, Way way) {

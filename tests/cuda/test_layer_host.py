@@ -236,6 +236,15 @@ def test_without_rows_everything_is_zero(library, recipe, ways, tokens):
         assert not np.asarray(got[name], np.float32).any(), name
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_without_experts_is_refused(library, recipe):
+    p = problem("bf16" if recipe == "bf16" else "mxfp8", 32, 64, tokens=20)
+    p.expert[:] = -1
+    p.w_gate_up, p.w_down = p.w_gate_up[:0], p.w_down[:0]
+    with pytest.raises(Refused, match="experts is 0, must be 1 to"):
+        run(library, p, recipe=recipe)
+
+
 @pytest.mark.parametrize(
     "recipe, ways, message",
     [
