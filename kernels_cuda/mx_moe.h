@@ -7,7 +7,7 @@
 //
 // Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched; for weight gradients of BF16 operands resident;
 // kAligned: dgrad_down gathered (no more tokens than M, 4 GiB of them in FP8); and, but for down and dgrad_gate_up with one expert per token,
-// gate_up, down and dgrad_gate_up with tokens on the N side, where asked for.
+// gate_up, down and dgrad_gate_up with tokens on the N side. Unlike in moe.h a workspace is for the ways it was measured with.
 #pragma once
 
 #include "moe.h"

@@ -75,7 +75,7 @@ def read(path: pathlib.Path) -> dict[str, list[Entry]]:
         return {gpu: [_entry(values) for values in entries] for gpu, entries in json.loads(text).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a table of ways ({error}): delete it, or measure again (moejax.tune)"
+            f"{path} is not a table of ways of this version ({error}): delete it; `python -m moejax.tune` measures again"
         ) from error
 
 
