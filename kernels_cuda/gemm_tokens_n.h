@@ -266,24 +266,15 @@ MOE_FN void with_width(int tokens, F f) {
   }
 }
 
-// The same by steps of kStep, 8 or 16, above 128 tokens, where most experts are: what is not multiplied costs neither time nor energy.
-template <int kFrom, int kTo, int kStep, class F>
-MOE_FN void with_width_in(int tokens, F f) {
-  constexpr int kMiddle = kFrom + (kTo - kFrom) / kStep / 2 * kStep;
-  if constexpr (kFrom == kTo) {
-    f(Width<kTo>{});
-  } else if (tokens <= kMiddle) {
-    with_width_in<kFrom, kMiddle, kStep>(tokens, f);
-  } else {
-    with_width_in<kMiddle + kStep, kTo, kStep>(tokens, f);
-  }
-}
-template <int kStep, class F>
+// By steps of 16 where most experts are: half a step less is multiplied.
+template <class F>
 MOE_FN void with_fine_width(int tokens, F f) {
-  if (tokens <= 128) {
-    with_width(tokens, f);
+  if (tokens > 128 && tokens <= 144) {
+    f(Width<144>{});
+  } else if (tokens > 160 && tokens <= 176) {
+    f(Width<176>{});
   } else {
-    with_width_in<128 + kStep, 192, kStep>(tokens, f);
+    with_width(tokens, f);
   }
 }
 
@@ -491,8 +482,7 @@ struct TokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
     const int tokens = tile_tokens<Config>(tile);
     const bool gathered = can_gather(kKind) && args.gather != nullptr;
     start(tile, args);
-    constexpr int kStep = kPlain ? 8 : 16;  // beside the general activation so many loops cost registers
-    with_fine_width<kStep>(tokens, [&](auto width) { multiply<decltype(width)::value>(k_blocks, gathered, ring); });
+    with_fine_width(tokens, [&](auto width) { multiply<decltype(width)::value>(k_blocks, gathered, ring); });
     if constexpr (kKind == kDgradDown) {
       this->write_gradients(tile, args, ring);
     } else {

@@ -152,14 +152,10 @@ struct Sm90 {
   // 64 x kN x 16, in the first kN / 2 of the accumulators.
   template <int kN, bool kMnMajorA, bool kMnMajorB, int kCount>
   static MOE_FN void mma(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
-    static_assert(kN == 64 || kN == 96 || (kN >= 128 && kN <= 192) || kN == 256, "no product of this width");
+    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 144 || kN == 160 || kN == 176 || kN == 192 || kN == 256, "no product of this width");
     if constexpr (kN == 64) sm90::wgmma_m64n64k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 96) sm90::wgmma_m64n96k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 128) sm90::wgmma_m64n128k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
-    if constexpr (kN == 136) sm90::wgmma_m64n136k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
-    if constexpr (kN == 152) sm90::wgmma_m64n152k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
-    if constexpr (kN == 168) sm90::wgmma_m64n168k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
-    if constexpr (kN == 184) sm90::wgmma_m64n184k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 144) sm90::wgmma_m64n144k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 176) sm90::wgmma_m64n176k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);
     if constexpr (kN == 160) sm90::wgmma_m64n160k16<kMnMajorA, kMnMajorB>(acc, desc_a, desc_b);

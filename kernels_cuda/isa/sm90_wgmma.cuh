@@ -63,23 +63,6 @@ namespace moe::sm90 {
 #define MOE_REGS_TO_12 MOE_REGS_TO_10, MOE_REGS_10, MOE_REGS_11
 #define MOE_REGS_TO_16 MOE_REGS_TO_12, MOE_REGS_12, MOE_REGS_13, MOE_REGS_14, MOE_REGS_15
 
-#define MOE_NAMES_HALF_8 "%64,%65,%66,%67"
-#define MOE_NAMES_TO_8_5 MOE_NAMES_TO_8 "," MOE_NAMES_HALF_8
-#define MOE_NAMES_HALF_9 "%72,%73,%74,%75"
-#define MOE_NAMES_TO_9_5 MOE_NAMES_TO_9 "," MOE_NAMES_HALF_9
-#define MOE_NAMES_HALF_10 "%80,%81,%82,%83"
-#define MOE_NAMES_TO_10_5 MOE_NAMES_TO_10 "," MOE_NAMES_HALF_10
-#define MOE_NAMES_HALF_11 "%88,%89,%90,%91"
-#define MOE_NAMES_TO_11_5 MOE_NAMES_TO_11 "," MOE_NAMES_HALF_11
-#define MOE_REGS_HALF_8 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
-#define MOE_REGS_TO_8_5 MOE_REGS_TO_8, MOE_REGS_HALF_8
-#define MOE_REGS_HALF_9 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
-#define MOE_REGS_TO_9_5 MOE_REGS_TO_9, MOE_REGS_HALF_9
-#define MOE_REGS_HALF_10 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
-#define MOE_REGS_TO_10_5 MOE_REGS_TO_10, MOE_REGS_HALF_10
-#define MOE_REGS_HALF_11 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
-#define MOE_REGS_TO_11_5 MOE_REGS_TO_11, MOE_REGS_HALF_11
-
 // N columns take N / 2 registers, so the descriptors and flags are operands N / 2 and on.
 #define MOE_WGMMA(N, GROUPS, A, B, TRANS_A, TRANS_B)                                                                  \
   template <int kTransA, int kTransB, int kCount>                                                                     \
@@ -93,13 +76,9 @@ namespace moe::sm90 {
 MOE_WGMMA(64, 4, 32, 33, 34, 35)
 MOE_WGMMA(96, 6, 48, 49, 50, 51)
 MOE_WGMMA(128, 8, 64, 65, 66, 67)
-MOE_WGMMA(136, 8_5, 68, 69, 70, 71)
 MOE_WGMMA(144, 9, 72, 73, 74, 75)
-MOE_WGMMA(152, 9_5, 76, 77, 78, 79)
 MOE_WGMMA(160, 10, 80, 81, 82, 83)
-MOE_WGMMA(168, 10_5, 84, 85, 86, 87)
 MOE_WGMMA(176, 11, 88, 89, 90, 91)
-MOE_WGMMA(184, 11_5, 92, 93, 94, 95)
 MOE_WGMMA(192, 12, 96, 97, 98, 99)
 MOE_WGMMA(256, 16, 128, 129, 130, 131)
 
@@ -157,17 +136,9 @@ MOE_WGMMA_E4M3(128, 8, 64, 65, 66)
 #undef MOE_NAMES_TO_5
 #undef MOE_NAMES_TO_6
 #undef MOE_NAMES_TO_8
-#undef MOE_NAMES_TO_8_5
-#undef MOE_NAMES_HALF_8
 #undef MOE_NAMES_TO_9
-#undef MOE_NAMES_TO_9_5
-#undef MOE_NAMES_HALF_9
 #undef MOE_NAMES_TO_10
-#undef MOE_NAMES_TO_10_5
-#undef MOE_NAMES_HALF_10
 #undef MOE_NAMES_TO_11
-#undef MOE_NAMES_TO_11_5
-#undef MOE_NAMES_HALF_11
 #undef MOE_NAMES_TO_12
 #undef MOE_NAMES_TO_16
 #undef MOE_REGS_0
@@ -192,17 +163,9 @@ MOE_WGMMA_E4M3(128, 8, 64, 65, 66)
 #undef MOE_REGS_TO_5
 #undef MOE_REGS_TO_6
 #undef MOE_REGS_TO_8
-#undef MOE_REGS_TO_8_5
-#undef MOE_REGS_HALF_8
 #undef MOE_REGS_TO_9
-#undef MOE_REGS_TO_9_5
-#undef MOE_REGS_HALF_9
 #undef MOE_REGS_TO_10
-#undef MOE_REGS_TO_10_5
-#undef MOE_REGS_HALF_10
 #undef MOE_REGS_TO_11
-#undef MOE_REGS_TO_11_5
-#undef MOE_REGS_HALF_11
 #undef MOE_REGS_TO_12
 #undef MOE_REGS_TO_16
 // clang-format on

@@ -31,7 +31,7 @@ using Arguments = GemmArguments<host::Map>;
 
 constexpr int kExperts = 5, kD = 72, kF = 136;
 // Two row tiles that pair, an empty expert, an odd tile; with tokens on the N side a tile that overflows, and several widths of a product.
-constexpr int kCount[kExperts] = {200, 0, 70, 132, 165};
+constexpr int kCount[kExperts] = {200, 0, 70, 140, 170};
 constexpr int kStart[kExperts] = {0, 256, 256, 384, 640};
 constexpr int kRows = 896;
 constexpr int kTopK = 2;
