@@ -158,9 +158,6 @@ Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaSt
   return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
 }
 
-// Rows of a box of what a row kind reads and writes, but for weights.
-int row_box(const List& list) { return list.layout == Layout::kTokensN ? TokensNConfig::kBoxRows : kPanelRows; }
-
 // Whether this product dispatches rows for those after it.
 bool can_carry(const List& list) { return can_carry(list.kind) && list.layout == Layout::kTokensM; }
 
@@ -215,6 +212,18 @@ TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) {
 TensorShape gate_up_shape(const LayerShape& s) { return {s.d_model, s.width, 2, s.experts}; }
 TensorShape down_shape(const LayerShape& s) { return {s.width, s.d_model, 1, s.experts}; }
 
+// With tokens on the N side a row's next 128 bytes are often out of L2 again before somebody comes for them (NOTES.md, v15).
+int l2_bytes(const List& list) { return list.layout == Layout::kTokensN ? 128 : 256; }
+
+// Of what a row kind reads and writes, but for weights.
+Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const List& list, const void* data, int64_t width, int64_t halves = 1) {
+  const int box_rows = list.layout == Layout::kTokensN ? TokensNConfig::kBoxRows : kPanelRows;
+  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves), box_rows, l2_bytes(list));
+}
+Status weight_map(CUtensorMap* map, const char* name, const List& list, const uint16_t* data, const TensorShape& shape) {
+  return encode_tensor_map(map, name, Element::kBf16, data, shape, kPanelRows, l2_bytes(list));
+}
+
 }  // namespace
 
 int64_t routed_experts(const LayerShape& s) {
@@ -252,27 +261,26 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   if (!gathers(s, kGateUp)) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));
 
   auto up = arguments(s, kGateUp, act);
-  const int box = row_box(m.gate_up);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model), box));
+  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.gate_up, m.x_MxD, s.d_model));
   if (gathers(s, kGateUp)) {
     up.gather = reinterpret_cast<const uint8_t*>(x_TxD);
     up.slot_M = plan.slot_M;
     up.top_k = static_cast<int>(s.top_k);
     up.gather_vectors = static_cast<int>(s.d_model / 8);
   }
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.b, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
+  MOE_RETURN_IF_ERROR(weight_map(&up.b, "w_gate_up", m.gate_up, w.gate_up_Ex2xFxD, gate_up_shape(s)));
   up.bias = w.b_gate_up_Ex2xF;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&up.out, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width), box));
+  MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.gate_up, m.h_MxF, s.width));
   up.write_out = 1;
   if (gate_up_2xMxF != nullptr) {
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
+    MOE_RETURN_IF_ERROR(row_map(&up.gate_up, "gate_up", s, m.gate_up, gate_up_2xMxF, s.width, 2));
     up.save_gate_up = 1;
   }
   MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
 
   auto down = arguments(s, kDown, act);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.a, "h", Element::kBf16, m.h_MxF, rows_shape(s, s.width), row_box(m.down)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.b, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
+  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.down, m.h_MxF, s.width));
+  MOE_RETURN_IF_ERROR(weight_map(&down.b, "w_down", m.down, w.down_ExDxF, down_shape(s)));
   down.bias = w.b_down_ExD;
   down.slot_M = plan.slot_M;
   down.weight_TxK = weight_TxK;
@@ -281,7 +289,7 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
     return run_gemm(m.down, down, stream);
   }
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&down.out, "y", Element::kBf16, m.y_MxD, rows_shape(s, s.d_model), row_box(m.down)));
+  MOE_RETURN_IF_ERROR(row_map(&down.out, "y", s, m.down, m.y_MxD, s.d_model));
   MOE_RETURN_IF_ERROR(run_gemm(m.down, down, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
@@ -307,32 +315,28 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
   if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
 
-  CUtensorMap w_up_map, w_down_map, dw_up_map, dw_down_map;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_up_map, "w_gate_up", Element::kBf16, w.gate_up_Ex2xFxD, gate_up_shape(s)));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&w_down_map, "w_down", Element::kBf16, w.down_ExDxF, down_shape(s)));
+  CUtensorMap dw_up_map, dw_down_map;
   if (recompute) gate_up_2xMxF = m.gate_up_2xMxF;
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_up_map, "dw_gate_up", Element::kFp32, dw.gate_up_Ex2xFxD, gate_up_shape(s)));
   MOE_RETURN_IF_ERROR(encode_tensor_map(&dw_down_map, "dw_down", Element::kFp32, dw.down_ExDxF, down_shape(s)));
 
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    const int box = row_box(m.gate_up);
     // x was dispatched above for the weight gradient.
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.a, "x", Element::kBf16, m.x_MxD, rows_shape(s, s.d_model), box));
-    up.b = w_up_map;
+    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.gate_up, m.x_MxD, s.d_model));
+    MOE_RETURN_IF_ERROR(weight_map(&up.b, "w_gate_up", m.gate_up, w.gate_up_Ex2xFxD, gate_up_shape(s)));
     up.bias = w.b_gate_up_Ex2xF;
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&up.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
+    MOE_RETURN_IF_ERROR(row_map(&up.gate_up, "gate_up", s, m.gate_up, gate_up_2xMxF, s.width, 2));
     up.save_gate_up = 1;
     MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
   }
 
   auto dh = arguments(s, kDgradDown, act);
-  const int box = row_box(m.dgrad_down);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.a, "dy", Element::kBf16, m.dy_MxD, rows_shape(s, s.d_model), box));
-  dh.b = w_down_map;
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.gate_up, "gate_up", Element::kBf16, gate_up_2xMxF, rows_shape(s, s.width, 2), box));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.out, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2), box));
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dh.scaled_h, "weight * h", Element::kBf16, m.scaled_h_MxF, rows_shape(s, s.width), box));
+  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dgrad_down, m.dy_MxD, s.d_model));
+  MOE_RETURN_IF_ERROR(weight_map(&dh.b, "w_down", m.dgrad_down, w.down_ExDxF, down_shape(s)));
+  MOE_RETURN_IF_ERROR(row_map(&dh.gate_up, "gate_up", s, m.dgrad_down, gate_up_2xMxF, s.width, 2));
+  MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.dgrad_down, m.d_gate_up_2xMxF, s.width, 2));
+  MOE_RETURN_IF_ERROR(row_map(&dh.scaled_h, "weight * h", s, m.dgrad_down, m.scaled_h_MxF, s.width));
   dh.zero_to = std::max(multiplied_rows(m.wgrad_down.layout), multiplied_rows(m.wgrad_gate_up.layout));
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
@@ -348,15 +352,14 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_down_args.accumulate = accumulate;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
-  const int dx_box = row_box(m.dgrad_gate_up);
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.a, "d_gate_up", Element::kBf16, m.d_gate_up_2xMxF, rows_shape(s, s.width, 2), dx_box));
-  dx_args.b = w_up_map;
+  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.dgrad_gate_up, m.d_gate_up_2xMxF, s.width, 2));
+  MOE_RETURN_IF_ERROR(weight_map(&dx_args.b, "w_gate_up", m.dgrad_gate_up, w.gate_up_Ex2xFxD, gate_up_shape(s)));
   if (s.top_k == 1) {
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
   } else {
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&dx_args.out, "dx", Element::kBf16, m.dx_MxD, rows_shape(s, s.d_model), dx_box));
+    MOE_RETURN_IF_ERROR(row_map(&dx_args.out, "dx", s, m.dgrad_gate_up, m.dx_MxD, s.d_model));
   }
 
   auto dw_up_args = arguments(s, kWgradGateUp, act);

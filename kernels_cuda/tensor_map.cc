@@ -29,7 +29,7 @@ std::string say(const TensorShape& shape) {
 
 template <int kDims>
 Status encode(CUtensorMap* map, const char* name, CUtensorMapDataType type, const void* address, const TensorShape& shape, const cuuint64_t (&dims)[kDims],
-              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], bool swizzled) {
+              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], bool swizzled, int l2_bytes) {
   auto encode_tiled = encoder();
   if (encode_tiled == nullptr) return {"cuTensorMapEncodeTiled not found: the driver must support CUDA 12.0 or later"};
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
@@ -38,8 +38,9 @@ Status encode(CUtensorMap* map, const char* name, CUtensorMapDataType type, cons
   cuuint32_t steps[kDims];
   std::fill(steps, steps + kDims, 1);
   const CUtensorMapSwizzle swizzle = swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
+  const CUtensorMapL2promotion fetch = l2_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const CUresult result = encode_tiled(map, type, kDims, const_cast<void*>(address), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                       swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                       swizzle, fetch, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return {std::string("tensor map of ") + name + " (" + say(shape) + "): CUDA driver error " + std::to_string(static_cast<int>(result))};
 }
@@ -47,7 +48,7 @@ Status encode(CUtensorMap* map, const char* name, CUtensorMapDataType type, cons
 }  // namespace
 
 Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape,
-                         int box_rows) {
+                         int box_rows, int l2_bytes) {
   const int size = element_bytes(element);
   if (shape.inner * size % 16 != 0) {
     return {std::string(name) + " has rows of " + std::to_string(shape.inner) + " elements, must be a multiple of " +
@@ -63,7 +64,7 @@ Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, co
                                    : element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : atoms                     ? CU_TENSOR_MAP_DATA_TYPE_UINT32
                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  return encode(map, name, type, address, shape, dims, strides, box, !atoms);
+  return encode(map, name, type, address, shape, dims, strides, box, !atoms, l2_bytes);
 }
 
 Status encode_joint_map(CUtensorMap* map, const char* name, const void* address, const TensorShape& shape) {
@@ -71,7 +72,7 @@ Status encode_joint_map(CUtensorMap* map, const char* name, const void* address,
   const cuuint64_t dims[5] = {row, 8, 2, static_cast<cuuint64_t>(shape.outer) / 8, static_cast<cuuint64_t>(shape.experts)};
   const cuuint64_t strides[4] = {row, matrix, 8 * row, 2 * matrix};
   const cuuint32_t box[5] = {kPanelRowBytes, 8, 2, 4, 1};
-  return encode(map, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, address, shape, dims, strides, box, true);
+  return encode(map, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, address, shape, dims, strides, box, true, 256);
 }
 
 }  // namespace moe

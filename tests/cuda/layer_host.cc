@@ -95,13 +95,14 @@ cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStr
   }
 }
 
-Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape, int box_rows) {
+Status encode_tensor_map(CUtensorMap* map, const char* name, Element element, const void* address, const TensorShape& shape, int box_rows,
+                         int) {
   map->box_rows = box_rows;
   return describe_tensor(map, name, element, address, shape);
 }
 
 Status encode_joint_map(CUtensorMap* map, const char* name, const void* address, const TensorShape& shape) {
-  return encode_tensor_map(map, name, Element::kE4m3, address, shape, 8);
+  return encode_tensor_map(map, name, Element::kE4m3, address, shape, 8, 256);
 }
 
 namespace {
