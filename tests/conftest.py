@@ -2,6 +2,7 @@
 which files come first."""
 
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -18,13 +19,23 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
-def _gpu_missing() -> str | None:
+NVIDIA_DEVICE = pathlib.Path("/dev/nvidiactl")  # there where the driver has a GPU
+
+
+def gpu_missing() -> str | None:
+    """Why tests of a GPU are skipped. Raises pytest.UsageError where there is one that JAX's CUDA plugin cannot use."""
     import jax
 
     try:
         return None if jax.devices("gpu") else "no GPU is visible to JAX"
     except RuntimeError as error:
-        return f"no GPU is visible to JAX ({str(error).splitlines()[0]})"
+        reason = f"no GPU is visible to JAX ({str(error).splitlines()[0]})"
+        if "backend 'cuda'" in reason and NVIDIA_DEVICE.exists():
+            raise pytest.UsageError(
+                f"{reason}, but the driver has one. Other processes may hold its memory: run one at a time, or all with "
+                "XLA_PYTHON_CLIENT_PREALLOCATE=false"
+            ) from error
+        return reason
 
 
 # Files that take longest, seconds of CPU on 2 cores: begun last, they would leave the other process idle. Files without a
@@ -69,7 +80,7 @@ def pytest_runtest_protocol(item):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=_order)
-    gpu_reason = _gpu_missing() if any("gpu" in item.keywords for item in items) else None
+    gpu_reason = gpu_missing() if any("gpu" in item.keywords for item in items) else None
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             target = "test-cuda-host ARGS=--slow" if "tests/cuda/" in item.nodeid else "test-all"
