@@ -108,8 +108,8 @@ MOE_FN uint32_t dot_table(uint32_t stage, uint32_t consumer) {
 // Panel p of the weights, which arrives on `full`. Joint gate and up come eight rows of each in turn: a lane of a product then has both of the
 // same column.
 //
-// Weights are read once, and may leave L2 before the tokens, which every cluster of an expert reads. K-major ones may not: memory gives 256 bytes
-// of a row at a time, and a stage takes 128.
+// Weights are read once, and may leave L2 before the tokens, which every cluster of an expert reads. With K-major ones that lost, measured while
+// memory gave 256 bytes of a row at a time, of which a stage takes 128 (NOTES.md, v15).
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_weights_tokens_n(const Task& tile, const Arguments& args, KBlock block, int p, uint32_t full, uint32_t panel) {
   if constexpr (Config::joint(kKind)) {
