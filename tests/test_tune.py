@@ -52,6 +52,16 @@ def test_a_damaged_table_is_named(cache, text, what):
     assert str(cache) in str(caught.value) and "delete it" in str(caught.value)
 
 
+def test_a_table_that_the_module_refuses_is_named(cache, monkeypatch):
+    def set_ways(given):
+        raise ValueError("way 2 of product 1")
+
+    monkeypatch.setattr(native, "module", lambda name: types.SimpleNamespace(set_ways=set_ways))
+    with pytest.raises(ValueError, match="way 2 of product 1: delete ") as caught:
+        ways.apply.__wrapped__()
+    assert str(cache) in str(caught.value)
+
+
 class FakeModule(types.SimpleNamespace):
     """Products with two ways each; a way's time and its result are looked up, not measured."""
 

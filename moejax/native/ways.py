@@ -96,9 +96,16 @@ def entries(gpu: str) -> list[Entry]:
 
 @functools.cache
 def apply() -> None:
-    """Gives the entries of this GPU to the compiled module, once per process."""
-    gpu = jax.devices()[0].device_kind
-    native.module("_cuda").set_ways([entry.as_native() for entry in entries(gpu)])
+    """Gives the entries of this GPU to the compiled module, once per process.
+
+    Raises:
+      ValueError: an entry names a way that a product of its shape does not have in this version.
+    """
+    known = [entry.as_native() for entry in entries(jax.devices()[0].device_kind)]
+    try:
+        native.module("_cuda").set_ways(known)
+    except ValueError as error:
+        raise ValueError(f"{error}: delete {cache_file()}; `python -m moejax.tune` measures again") from error
 
 
 def _entry(values: dict) -> Entry:
