@@ -1,5 +1,5 @@
 // The grouped products with tokens on the N side: D = W X^T, 256 weight columns by up to 192 tokens. For experts with few rows: a block
-// multiplies the tokens there are, in steps of 32, and the weights are read once however many there are; row tiles of 128 would be
+// multiplies the tokens there are, in steps of 32 or 16, and the weights are read once however many there are; row tiles of 128 would be
 // filled badly, and the two blocks of a cluster would wait for one another. The sums are those of mma_sm90.h, bit for bit: the same
 // 16-wide steps along the same contraction.
 //
