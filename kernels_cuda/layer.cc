@@ -26,11 +26,6 @@ constexpr int kTileN = 256;         // accumulator columns of a block
     if (!status_.ok()) return status_;    \
   } while (0)
 
-const char* kind_name(Kind kind) {
-  static const char* kNames[kNumProducts] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
-  return kNames[kind];
-}
-
 Status check_biases(const Weights& w) {
   if ((w.b_gate_up_Ex2xF == nullptr) == (w.b_down_ExD == nullptr)) return {};
   return {"b_gate_up and b_down must be given together, or neither"};
@@ -99,7 +94,7 @@ Status check_ways(const LayerShape& s) {
   for (int kind = 0; kind < kNumKinds; ++kind) {
     const Kind named = static_cast<Kind>(kind);
     if (!has_way(s, named, s.way[kind])) {
-      return {"way " + std::to_string(s.way[kind]) + " is not one that the " + kind_name(named) + " product of this shape has"};
+      return {"way " + std::to_string(s.way[kind]) + " is not one that the " + product_name(kind) + " product of this shape has"};
     }
   }
   return {};
@@ -155,7 +150,7 @@ GemmArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activ
 Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaStream_t stream) {
   GemmBatch<CUtensorMap, 1> batch = {{args}, list.tasks, list.num_tasks};
   cudaError_t error = launch_gemm(list.kind, batch, stream, list.layout);
-  return error == cudaSuccess ? Status{} : failed(kind_name(list.kind), error);
+  return error == cudaSuccess ? Status{} : failed(product_name(list.kind), error);
 }
 
 // Whether this product dispatches rows for those after it.

@@ -35,7 +35,11 @@ enum Way : uint8_t {
   kWayResidentRows,  // rows of A in registers (gemm_resident_rows.h), for experts with about 512 rows or fewer
   kNumWays,
 };
-constexpr int kNumProducts = 6;  // gate_up, down, dgrad_down, dgrad_gate_up, wgrad_down, wgrad_gate_up: Kind in task.h
+constexpr int kNumProducts = 6;
+inline const char* product_name(int product) {  // Kind in task.h
+  static const char* const kNames[kNumProducts] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
+  return kNames[product];
+}
 
 struct LayerShape {
   int64_t tokens = 0;   // T

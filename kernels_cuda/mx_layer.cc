@@ -68,7 +68,9 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
     if (way == kWayTokensN && has_tokens_n(s, aligned, static_cast<Kind>(kind))) continue;
     if (way == kWayGathered && has_gathered(s, aligned, static_cast<Kind>(kind))) continue;
     const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && is_resident(way);
-    if (way != kWayAuto && way != kWayDispatched && !strips) return say("way", way, "one that this product has in MXFP8");
+    if (way != kWayAuto && way != kWayDispatched && !strips) {
+      return {"way " + std::to_string(way) + " is not one that the " + product_name(kind) + " product of this shape has in MXFP8"};
+    }
   }
   return {};
 }
@@ -135,7 +137,6 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
 }
 
 Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, MxArguments<CUtensorMap> args, bool fp8, cudaStream_t stream) {
-  static const char* kNames[] = {"gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up"};
   cudaError_t error;
   if (list.layout == Layout::kTokensN) {
     MOE_RETURN_IF_ERROR(lane_scales(s, plan, args.a_codes, code_lines(s, list.kind), list.a_scales, stream));
@@ -147,7 +148,7 @@ Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, MxArgum
     const GemmArguments<CUtensorMap>& plain = args;
     error = launch_gemm(list.kind, {{plain}, list.tasks, list.num_tasks}, stream, list.layout);
   }
-  return error == cudaSuccess ? Status{} : failed(kNames[list.kind], error);
+  return error == cudaSuccess ? Status{} : failed(product_name(list.kind), error);
 }
 
 // An operand of a product, as bytes and codes, or BF16.
