@@ -92,8 +92,7 @@ Layout layout_of(const LayerShape& s, Kind kind, bool accumulate) {
 
 Status check_ways(const LayerShape& s) {
   for (int kind = 0; kind < kNumKinds; ++kind) {
-    const Kind named = static_cast<Kind>(kind);
-    if (!has_way(s, named, s.way[kind])) {
+    if (!has_way(s, kind, s.way[kind])) {
       return {"way " + std::to_string(s.way[kind]) + " is not one that the " + product_name(kind) + " product of this shape has"};
     }
   }
