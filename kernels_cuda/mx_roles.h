@@ -34,7 +34,7 @@ struct MxConfig : GemmConfig<256> {
 
   static_assert(kWeightsOffset + 4 * kTileM <= kSharedBytes, "kDgradDown has no scales of columns in the ring");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
 
 template <class TensorMap>

@@ -28,7 +28,7 @@ struct MxTokensNConfig : TokensNShape<128, 5> {
   static MOE_FN uint32_t scales(uint32_t base, uint32_t stage) { return base + kScaleOffset + stage * kScaleBytes; }
 
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
-  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536, "the register file has 64 Ki registers");
+  static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
 
 // Fourth warp, one task: the weights' scales of each K block.

@@ -52,7 +52,7 @@ int64_t code_bytes(const QuantizeSource& source, const MxOutput& out, bool by_ro
 Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
 
 // Bytes from a token's codes to the next one's.
-inline int64_t token_code_pitch(int64_t d_model) { return (d_model + 127) / 128 + 15 & ~int64_t{15}; }
+inline int64_t token_code_pitch(int64_t d_model) { return ((d_model + 127) / 128 + 15) / 16 * 16; }
 
 // Tokens in kAligned MX along D, each quantised once. Elements are of rows, padding up to the next multiple of 64 zero; or of tokens, for
 // products that gather them. Codes are always of rows, 0 for all without a token.
