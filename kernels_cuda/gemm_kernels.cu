@@ -2,6 +2,7 @@
 // Everything of substance is in mma_sm90.h, gemm_tokens_n.h, gemm_resident.h and gemm_resident_rows.h.
 #include "gemm_kernels.h"
 
+#include "gemm_launch.h"
 #include "gemm_resident.h"
 #include "gemm_resident_rows.h"
 #include "gemm_tokens_n.h"
@@ -17,52 +18,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Roles::Config::kThre
   run_roles<Roles, Sm90>(batch);
 }
 
-// Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <class Roles>
-cudaError_t resident_blocks(int* blocks) {
-  const auto kernel = grouped_gemm<Roles>;
-  const int threads = Roles::Config::kThreads, shared_bytes = Roles::Config::kSharedBytes;
-  static int cached[64] = {};
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < 64 && cached[device] > 0) {
-    *blocks = cached[device];
-    return cudaSuccess;
-  }
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
-  int sms = 0;
-  error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sms / 2 * 2);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 2;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int clusters = 0;
-  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (error != cudaSuccess) return error;
-  if (clusters < 1) return cudaErrorLaunchOutOfResources;
-  *blocks = 2 * clusters;
-  if (device < 64) cached[device] = *blocks;
-  return cudaSuccess;
-}
-
 template <class Roles>
 cudaError_t launch(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
-  const auto kernel = grouped_gemm<Roles>;
-  int blocks = 0;
-  cudaError_t error = resident_blocks<Roles>(&blocks);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, Roles::Config::kThreads, Roles::Config::kSharedBytes, stream>>>(batch);
-  return cudaGetLastError();
+  return launch_blocks<typename Roles::Config, grouped_gemm<Roles>>(batch, stream);
 }
 
 // The epilogue of kDgradDown takes the registers that nobody else of the block needs: there is no gathering warp, and it dispatches nothing.

@@ -2,6 +2,7 @@
 // substance is in mx_roles.h and mx_tokens_n.h.
 #include "mx_gemm_kernels.h"
 
+#include "gemm_launch.h"
 #include "isa/sm90_mx.cuh"
 
 namespace moe {
@@ -13,49 +14,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Roles::Config::kThre
   run_roles<Roles, Sm90Mx>(batch);
 }
 
-// Blocks that can be resident at once, in whole clusters; asked once per device and kernel.
-template <class Roles>
-cudaError_t resident_blocks(int* blocks) {
-  using Config = typename Roles::Config;
-  const auto kernel = mx_grouped_gemm<Roles>;
-  static int cached[64] = {};
-  int device = 0, sms = 0, clusters = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < 64 && cached[device] > 0) {
-    *blocks = cached[device];
-    return cudaSuccess;
-  }
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Config::kSharedBytes));
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sms / 2 * 2);
-  config.blockDim = dim3(static_cast<unsigned>(Config::kThreads));
-  config.dynamicSmemBytes = Config::kSharedBytes;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 2;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (error != cudaSuccess) return error;
-  if (clusters < 1) return cudaErrorLaunchOutOfResources;
-  *blocks = 2 * clusters;
-  if (device < 64) cached[device] = *blocks;
-  return cudaSuccess;
-}
-
 template <class Roles>
 cudaError_t launch(const MxBatch<CUtensorMap>& batch, cudaStream_t stream) {
-  int blocks = 0;
-  const cudaError_t error = resident_blocks<Roles>(&blocks);
-  if (error != cudaSuccess) return error;
-  mx_grouped_gemm<Roles><<<blocks, Roles::Config::kThreads, Roles::Config::kSharedBytes, stream>>>(batch);
-  return cudaGetLastError();
+  return launch_blocks<typename Roles::Config, mx_grouped_gemm<Roles>>(batch, stream);
 }
 
 template <Kind kKind, bool kPlain>
