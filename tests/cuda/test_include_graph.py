@@ -17,7 +17,15 @@ PROGRAMS = {
     *("mx_roles.h", "mx_tokens_n.h", "mx_epilogue.h"),
 }
 # Host side of a launch.
-LAUNCH = {"gemm_kernels.h", "gemm_launch.h", "mx_gemm_kernels.h", "sm100_kernels.h", "sm100_launch.h", "kernel_check.h", "moe.h"}
+LAUNCH = {
+    "gemm_kernels.h",
+    "gemm_launch.h",
+    "mx_gemm_kernels.h",
+    "sm100_kernels.h",
+    "sm100_launch.h",
+    "kernel_check.h",
+    "moe.h",
+}
 SHARED = {
     "activation.h",
     "gemm_arguments.h",
