@@ -30,10 +30,7 @@ cudaError_t resident_blocks(int* blocks) {
   error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster = cluster_of_two();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(sms / 2 * 2));
-  config.blockDim = dim3(static_cast<unsigned>(Config::kThreads));
-  config.dynamicSmemBytes = Config::kSharedBytes;
+  cudaLaunchConfig_t config = {dim3(static_cast<unsigned>(sms / 2 * 2)), dim3(static_cast<unsigned>(Config::kThreads)), Config::kSharedBytes};
   config.attrs = &cluster;
   config.numAttrs = 1;
   error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
