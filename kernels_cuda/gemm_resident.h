@@ -1,8 +1,9 @@
 // Weight gradients with one operand at rest in shared memory, for experts with up to 192 rows; gemm_resident_rows.h is the form for more. A block
-// keeps 512 columns of operand B, for all rows of an expert, and walks down a strip of tiles of 64 rows, for which only columns of operand A
+// keeps 256 columns of operand B, for all rows of an expert, and walks down a strip of tiles of 64 rows, for which only columns of operand A
 // arrive, shared with the other block of the cluster. Such a product is mostly stores, and what its loads take of L2 and memory is
-// missing for them. Each warpgroup takes half of the columns, and one multiplies while the other one stores. An expert with more rows than fit
-// streams both operands through the same rings. The sums are those of mma_sm90.h, bit for bit.
+// missing for them; so all blocks of the card ask for A at the same moments, and several tiles of it fit into shared memory. Each warpgroup takes
+// half of the columns and goes its own way through the rings, so that mostly one multiplies while the other one stores. An expert with more rows
+// than fit streams both operands through the same rings. The sums are those of mma_sm90.h, bit for bit.
 #pragma once
 
 #include "mma_sm90.h"
@@ -11,7 +12,7 @@ namespace moe {
 
 struct ResidentConfig {
   static constexpr int kTileM = 64;
-  static constexpr int kTileN = 512;
+  static constexpr int kTileN = 256;
   static constexpr int kStripTiles = 32;
   static constexpr int kBlockK = 64;
   static constexpr int kBoxRows = 16;  // of a box of either operand: reads of few rows end near the last one
@@ -27,7 +28,7 @@ struct ResidentConfig {
 
   // Shared memory: operand A, the lookahead; operand B; then the barriers: full and empty of A, of B, and those of mma_sm90.h.
   static constexpr int kStageBytes = kPanelBytes;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 16;
   static constexpr int kColumnsOffset = kStages * kStageBytes;
   static constexpr int kColumnBytes = kPanelsB * kPanelBytes;
   static constexpr int kBarrierOffset = kColumnsOffset + kBlocks * kColumnBytes;
@@ -43,6 +44,12 @@ struct ResidentConfig {
     static constexpr int kBarrierOffset = kBlocks * kColumnBytes + 2 * ResidentConfig::kStages * 8;  // from kColumnsOffset on
   };
 
+  // Reads scattered among writes slow memory down, whatever their share; those of all blocks at once do so less. A is asked for at ticks of the
+  // card's clock, 4.1 us apart, two tiles at a time, which memory takes at least as long to write; the rest of the ring covers the wait.
+  static constexpr int kTickShift = 12;
+  static constexpr int kTickTiles = 2;
+
+  static_assert(kStages >= 2 * kTickTiles * kBlocks, "a tick's tiles arrive while the last ones are multiplied");
   static_assert(kSharedBytes <= 232448, "a block has 227 KiB of shared memory");
   static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= kThreads * 168, "a block starts with 168 registers a thread");
 };
@@ -69,6 +76,11 @@ struct Strip {
     const int left = div_up(task.rows - Config::kBlockK * kb, Config::kBoxRows);
     return left > kBoxes ? kBoxes : left;
   }
+  // Tiles that are asked for together at tile t, or none: then its loads do not wait. The first ones of a strip come with its columns.
+  MOE_FN int together(int t) const {
+    if (t == 0 || t % Config::kTickTiles != 0 || !resident || k_blocks == 0) return 0;
+    return tiles - t < Config::kTickTiles ? tiles - t : Config::kTickTiles;
+  }
   MOE_FN Task tile(int t) const {
     Task one = task;
     const int at = task.m0 / Config::kTileM + t;
@@ -88,6 +100,12 @@ MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, R
   MOE_NO_UNROLL
   for (int t = 0; t < strip.tiles; ++t) {
     const Task tile = strip.tile(t);
+    if (const int together = strip.together(t); together > 0) {
+      Ring<Isa, Config> last = ring;
+      last.skip(together * strip.k_blocks - 1);
+      Isa::barrier_wait(last.empty(), last.phase ^ 1);  // stages are given back in order
+      Isa::template wait_tick<Config::kTickShift>();
+    }
     MOE_NO_UNROLL
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
       const KBlock block = {0, tile.row0 + Config::kBlockK * kb};
@@ -122,8 +140,7 @@ struct Steps {
   static constexpr int value = kSteps;
 };
 
-// A consumer warpgroup. The order of products among the two is strict: a warpgroup that waits for its turn can't be two phases ahead
-// of a ring that the other one walks.
+// A consumer warpgroup.
 template <Kind kKind, class Isa, class Config>
 struct ResidentConsumer {
   using Rows = Ring<Isa, Config>;
@@ -131,21 +148,10 @@ struct ResidentConsumer {
   uint32_t base;
   uint32_t consumer;
   uint32_t lane, row;  // row: of this thread in 64, of values 0 and 1; values 2 and 3 are 8 below
-  uint32_t turns = 0;
   float acc[Config::kOwnN / 2];
 
   MOE_FN ResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), lane(Isa::lane_index()), row(16 * (Isa::warp_index() % 4) + Isa::lane_index() / 4) {}
-
-  // lead: consumer 0 has issued its products; followed: consumer 1 has.
-  MOE_FN void wait_turn() {
-    Isa::barrier_wait(consumer == 0 ? followed_barrier<Config>(base) : lead_barrier<Config>(base), (turns & 1) ^ (consumer == 0 ? 1 : 0));
-    ++turns;
-  }
-  MOE_FN void pass_turn() const {
-    Isa::warp_sync();
-    if (lane == 0) Isa::barrier_arrive(consumer == 0 ? lead_barrier<Config>(base) : followed_barrier<Config>(base));
-  }
 
   // A stage of A goes back to both blocks, of B to this one.
   MOE_FN void release_columns(uint32_t empty) const {
@@ -187,7 +193,6 @@ struct ResidentConsumer {
     if (rest == 3) block(Steps<3>{}, whole > 0);
     if (rest == 2) block(Steps<2>{}, whole > 0);
     if (rest == 1) block(Steps<1>{}, whole > 0);
-    if (strip.resident) pass_turn();
     Isa::template mma_wait<0>();
     give_back();
   }
@@ -216,14 +221,10 @@ struct ResidentConsumer {
       MOE_UNROLL
       for (float& sum : acc) sum = 0.0f;
       const bool first = t == 0 || !resident, last = t == strip.tiles - 1 || !resident;
-      wait_turn();
-      // Both warpgroups give back the stages of a tile; one that does not fit the ring is a matter of both at once.
-      if (!resident) pass_turn();
       if (live && strip.k_blocks > 0) {
         multiply(strip, first, last, ring, columns);
       } else {
         follow(strip, first, last, ring, columns);
-        if (resident) pass_turn();
       }
       if (!resident) columns.skip(strip.k_blocks);
       if (!live) continue;

@@ -31,7 +31,7 @@ enum Way : uint8_t {
   kWayTokensN,     // tokens on the N side of the product, for experts with few rows; rows are dispatched
   kWayGatheredN,   // tokens on the N side, read where they are
   // Weight gradients with one operand at rest. Those that continue a buffer run dispatched.
-  kWayResident512,   // so many columns of B in shared memory (gemm_resident.h), for experts with up to 192 rows
+  kWayResident512,   // so many columns of B in the shared memory of a cluster (gemm_resident.h), for experts with up to 192 rows
   kWayResidentRows,  // rows of A in registers (gemm_resident_rows.h), for experts with about 512 rows or fewer
   kNumWays,
 };

@@ -68,6 +68,19 @@ struct Sm90 {
     asm volatile("" : "+r"(value));
     return value;
   }
+  // Until the card's clock, in nanoseconds, next passes a multiple of 2^kShift: at the same time on all SMs. Where that clock has a coarser step, for
+  // as long as it takes at 2 GHz.
+  template <int kShift>
+  static MOE_FN void wait_tick() {
+    auto tick = [] {
+      uint32_t nanoseconds;
+      asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(nanoseconds)::"memory");
+      return nanoseconds >> kShift;
+    };
+    const uint32_t now = tick(), begin = clock();
+    while (tick() == now && static_cast<uint32_t>(clock()) - begin < 2u << kShift) {
+    }
+  }
   static MOE_FN void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   }

@@ -162,6 +162,14 @@ def test_bf16_gradients_continue(library, ways):
     )
 
 
+def test_strips_of_two_blocks_have_equal_bits(library):
+    # More columns than one block keeps, of which the other block's second warpgroup has none; tiles enough for several ticks; experts that stream.
+    p = without_idle_tokens(problem("bf16", 328, 200, tokens=300))
+    wanted = run(library, p, DISPATCHED)
+    for seed, what in enumerate((512, "rows"), start=7):
+        assert_equal_bits(run(library, p, resident(what), seed=seed), wanted, what)
+
+
 def check_continued(once, run_from):
     """Experts without rows keep what was there; expert 1 has none."""
     random = np.random.default_rng(0)
