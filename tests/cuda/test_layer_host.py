@@ -163,7 +163,8 @@ def test_bf16_gradients_continue(library, ways):
 
 
 def test_strips_of_two_blocks_have_equal_bits(library):
-    # More columns than one block keeps, of which the other block's second warpgroup has none; tiles enough for several ticks; experts that stream.
+    # More columns than one block keeps, of which the other block's second warpgroup has none; tiles for several ticks; an
+    # expert that streams.
     p = without_idle_tokens(problem("bf16", 328, 200, tokens=300))
     wanted = run(library, p, DISPATCHED)
     for seed, what in enumerate((512, "rows"), start=7):
