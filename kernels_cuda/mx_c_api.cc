@@ -32,7 +32,7 @@ static moe::MxOutput output(const MxOutputC& o) {
 }
 
 static moe::QuantizeSource source(const void* data, int fp32, int64_t batch, int64_t rows, int64_t columns, const int32_t* slot_M,
-                                  int64_t gather) {
+                                  int64_t gather, int64_t tokens = 0) {
   moe::QuantizeSource s;
   s.data = data;
   s.fp32 = fp32 != 0;
@@ -41,12 +41,13 @@ static moe::QuantizeSource source(const void* data, int fp32, int64_t batch, int
   s.columns = columns;
   s.slot_M = slot_M;
   s.gather = gather;
+  s.tokens = tokens;
   return s;
 }
 
 const char* mx_quantize(const void* data, int fp32, int64_t batch, int64_t rows, int64_t columns, const int32_t* slot_M, int64_t gather,
-                        const MxOutputC* by_rows, const MxOutputC* by_columns, void* stream) {
-  return report(moe::quantize(source(data, fp32, batch, rows, columns, slot_M, gather), output(*by_rows), output(*by_columns),
+                        int64_t tokens, const MxOutputC* by_rows, const MxOutputC* by_columns, void* stream) {
+  return report(moe::quantize(source(data, fp32, batch, rows, columns, slot_M, gather, tokens), output(*by_rows), output(*by_columns),
                               static_cast<cudaStream_t>(stream)));
 }
 

@@ -85,9 +85,18 @@ class Output:
 
 
 def quantize(
-    lib, x: torch.Tensor, rows: Output, columns: Output, slot_M=None, gather: int = 0, num_rows: int | None = None
+    lib,
+    x: torch.Tensor,
+    rows: Output,
+    columns: Output,
+    slot_M=None,
+    gather: int = 0,
+    num_rows: int | None = None,
+    tokens: int = 0,
 ) -> None:
-    """`x` (B, R, C); with `gather` it holds tokens, and R is `num_rows`."""
+    """`x` (B, R, C); with `gather` it holds tokens, and R is `num_rows`. `tokens`: their count, where a kernel may keep
+    all of them in shared memory.
+    """
     batch, count, width = x.shape
     message = lib.mx_quantize(
         _pointer(x),
@@ -97,6 +106,7 @@ def quantize(
         _I64(width),
         _pointer(slot_M),
         _I64(gather),
+        _I64(tokens),
         ctypes.byref(rows.c),
         ctypes.byref(columns.c),
         _stream(),

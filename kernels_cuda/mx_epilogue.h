@@ -12,9 +12,9 @@ namespace moe {
 template <class Isa, uint32_t kFirst, uint32_t kSecond, int kCount>
 MOE_FN void max_over_lanes(uint32_t (&pairs)[kCount]) {
   MOE_UNROLL
-  for (int i = 0; i < kCount; ++i) pairs[i] = mx::max_pairs(pairs[i], mx::bits_of(Isa::shuffle_xor(mx::float_of(pairs[i]), kFirst)));
+  for (int i = 0; i < kCount; ++i) pairs[i] = mx::larger_of_lanes<Isa>(pairs[i], kFirst);
   MOE_UNROLL
-  for (int i = 0; i < kCount; ++i) pairs[i] = mx::max_pairs(pairs[i], mx::bits_of(Isa::shuffle_xor(mx::float_of(pairs[i]), kSecond)));
+  for (int i = 0; i < kCount; ++i) pairs[i] = mx::larger_of_lanes<Isa>(pairs[i], kSecond);
 }
 
 // h of a lane: pairs of BF16, [64-column chunk][4 jj + i] with column block 2 jj + i / 2 and row half i % 2 as in RegisterTile.

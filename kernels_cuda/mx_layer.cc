@@ -237,6 +237,7 @@ QuantizeSource rows_source(const LayerShape& s, const Plan& plan, const uint16_t
 QuantizeSource token_source(const LayerShape& s, const Plan& plan, const uint16_t* tokens) {
   QuantizeSource source = rows_source(s, plan, tokens, s.d_model);
   source.gather = s.top_k;
+  source.tokens = s.tokens;
   return source;
 }
 
@@ -431,14 +432,15 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
     MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, m.wgrad_down.layout, stream));
   } else {
-    MxOutput by_rows = m.dy.output(Form::kAligned, false);
+    const QuantizeSource dy = token_source(s, plan, dy_TxD), x = token_source(s, plan, x_TxD);
+    const MxOutput dy_columns = m.dy_columns.output(Form::kAligned, true), x_columns = m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment);
     if (m.dy.by_token) {
       MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, stream));
-      by_rows = {};
+      MOE_RETURN_IF_ERROR(quantize_two({dy, x}, {dy_columns, x_columns}, stream));
+    } else {
+      MOE_RETURN_IF_ERROR(quantize(dy, m.dy.output(Form::kAligned, false), dy_columns, stream));
+      MOE_RETURN_IF_ERROR(quantize(x, {}, x_columns, stream));
     }
-    MOE_RETURN_IF_ERROR(quantize(token_source(s, plan, dy_TxD), by_rows, m.dy_columns.output(Form::kAligned, true), stream));
-    MOE_RETURN_IF_ERROR(
-        quantize(token_source(s, plan, x_TxD), {}, m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment), stream));
   }
 
   const uint16_t* gate_up_rows = saved.gate_up_2xMxF != nullptr ? saved.gate_up_2xMxF : m.gate_up_2xMxF;

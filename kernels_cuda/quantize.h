@@ -1,6 +1,6 @@
 // MXFP8 quantisers for Hopper: blocks along rows, along columns, or both from one read; plain C++ over device pointers and a stream,
 // no allocation. The bits are those of moejax/ops/mxfp8.py. Maths: quantize_math.h; kernels: quantize_rows.cu, quantize_tiles.cu,
-// quantize_transposed.cu.
+// quantize_transposed.cu, quantize_gathered.cu.
 //
 // Letters: B matrices, R rows, C columns. The source is (B, R, C), BF16 or FP32. "Rows" outputs have blocks along C, "columns" outputs
 // along R: the same source, but different numbers, never made from each other.
@@ -43,6 +43,7 @@ struct QuantizeSource {
   // alone. With gather > 0, row m is row slot_M[m] / gather of `data`, so tokens are read where they are.
   const int32_t* slot_M = nullptr;
   int64_t gather = 0;
+  int64_t tokens = 0;  // with gather: the rows of `data`, or 0 if that is not said; a kernel that keeps all of them in shared memory asks
 };
 
 // Bytes of the codes of an output of this form.
@@ -50,6 +51,9 @@ int64_t code_bytes(const QuantizeSource& source, const MxOutput& out, bool by_ro
 
 // Either output may be kNone.
 Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
+
+// quantize() of two sources, columns alone; in one launch where both are tokens of one plan that a block can keep in shared memory.
+Status quantize_two(const QuantizeSource (&sources)[2], const MxOutput (&by_columns)[2], cudaStream_t stream);
 
 // Bytes from a token's codes to the next one's.
 inline int64_t token_code_pitch(int64_t d_model) { return ((d_model + 127) / 128 + 15) / 16 * 16; }

@@ -151,12 +151,6 @@ MOE_HOST_FN uint32_t join_halves(uint32_t lo, uint32_t hi) {
   return (lo & 0xFFFFu) | hi << 16;
 #endif
 }
-// Four elements from two pairs of BF16 and their scale.
-MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, float scale) {
-  return join_halves(pack_e4m3(float_of(lo << 16) * scale, float_of(lo & 0xFFFF0000u) * scale),
-                     pack_e4m3(float_of(hi << 16) * scale, float_of(hi & 0xFFFF0000u) * scale));
-}
-
 // --- packed pairs of BF16 -----------------------------------------------------------------------------------------------------------
 // Magnitudes of a pair as FP32 bits: integers order NaN > Inf > finite, subnormals kept.
 MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16; }
@@ -187,33 +181,80 @@ MOE_HOST_FN uint32_t half_of(uint32_t pair, int i) { return i == 0 ? pair & 0xFF
 // finite_scale_value of two codes, in halves of a word, as BF16, which holds every power of two from 2^-127 on.
 MOE_HOST_FN uint32_t bf16_scales(uint32_t codes) { return max_pairs(codes << 7, 0x00400040u); }
 
-// Largest magnitudes of eight values, as a pair.
+// The larger magnitudes of two pairs, as pairs, with signs that mean nothing: one instruction, where taking them off first would be three.
+MOE_HOST_FN uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  return max_pairs(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+// Largest magnitudes of eight and of sixteen values, as a pair.
+MOE_HOST_FN uint32_t largest_signed(const uint32_t* v) { return larger_magnitudes(larger_magnitudes(v[0], v[1]), larger_magnitudes(v[2], v[3])); }
 MOE_HOST_FN uint32_t largest_pair(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  constexpr uint32_t kMagnitude = 0x7FFF7FFFu;
-  return max_pairs(max_pairs(a & kMagnitude, b & kMagnitude), max_pairs(c & kMagnitude, d & kMagnitude));
+  return larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d)) & 0x7FFF7FFFu;
+}
+// The larger of each half of this lane's and another's.
+template <class Isa>
+MOE_FN uint32_t larger_of_lanes(uint32_t pairs, uint32_t mask) {
+  return max_pairs(pairs, bits_of(Isa::shuffle_xor(float_of(pairs), mask)));
 }
 // Of two such pairs, the larger half of each.
 MOE_HOST_FN uint32_t larger_halves(uint32_t a, uint32_t b) { return max_pairs(permute_bytes(a, b, 0x5410), permute_bytes(a, b, 0x7632)); }
 
-// Scales of two blocks from their largest magnitudes, BF16 bits in the halves of a word. Codes are 8 above what they should be, so that they stay
-// unsigned, until code() gives them out. Made by two_scales, which asks once for all whether a block is poisoned: a branch each would keep the
-// compiler from interleaving what follows.
+// One of two BF16 values times a power of two, as FP32. Exact, but for results below 2^-126, all of which are 0 in E4M3. `scale` is the upper half of a
+// word whose lower half is 0, so that the product of pairs is the FP32 number at once; adding +0 there and -0 above keeps signs where they belong.
+template <int kHalf>
+MOE_HOST_FN float scale_half(uint32_t pair, uint32_t scale) {
+#ifdef __CUDA_ARCH__
+  uint32_t half[2], zeros, product;
+  split_halves(pair, half[0], half[1]);
+  asm("lop3.b32 %0, %1, 1, 0x80000000, 0xEA;" : "=r"(zeros) : "r"(scale));  // 0x80000000; told so, the compiler makes it again for each product
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(join_halves(half[kHalf], half[kHalf])), "r"(scale), "r"(zeros));
+  return float_of(product);
+#else
+  return float_of(half_of(pair, kHalf) << 16) * float_of(scale);
+#endif
+}
+// Four elements from two pairs of one block, all under one scale, as scale_half takes it.
+MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, uint32_t scale) {
+  return join_halves(pack_e4m3(scale_half<0>(lo, scale), scale_half<1>(lo, scale)), pack_e4m3(scale_half<0>(hi, scale), scale_half<1>(hi, scale)));
+}
+
+// The same of one half of each of four pairs.
+template <int kHalf>
+MOE_HOST_FN uint32_t quantize_halves(const uint32_t* pairs, uint32_t scale) {
+  return join_halves(pack_e4m3(scale_half<kHalf>(pairs[0], scale), scale_half<kHalf>(pairs[1], scale)),
+                     pack_e4m3(scale_half<kHalf>(pairs[2], scale), scale_half<kHalf>(pairs[3], scale)));
+}
+
+// Codes of two blocks from their largest magnitudes, in halves and raised by 8, so that they stay unsigned: scale_code_by_integers in 16 bits.
+MOE_HOST_FN uint32_t raised_codes(uint32_t maxima) { return max_pairs((maxima + 0x001F001Fu) >> 7 & 0x01FF01FFu, 0x00080008u); }
+// What elements are multiplied by, 2^(127 - code), for scale_half, from one code in the lower half of a word, or two.
+MOE_HOST_FN uint32_t reciprocal_bf16(uint32_t raised) { return (0x0106u - raised) << 23; }
+MOE_HOST_FN uint32_t poisoned_halves(uint32_t maxima) { return (maxima + 0x00800080u) & 0x80008000u; }
+
+// Scales of two blocks from their largest magnitudes, BF16 bits in the halves of a word. Codes are 8 above what they should be until code() gives
+// them out. Made by two_scales, which asks once for all whether a block is poisoned: a branch each would keep the compiler from interleaving what
+// follows.
 struct TwoScales {
   uint32_t raised;    // codes + 8 in halves; 8 for a poisoned block, so that the larger of these is the common code of a group
   uint32_t poisoned;  // bits 15 and 31
-  float scale[2];     // what elements are multiplied by
+  uint32_t scale[2];  // what elements are multiplied by, for scale_half
 
   MOE_HOST_FN void set(uint32_t maxima) {
-    raised = max_pairs((maxima + 0x001F001Fu) >> 7 & 0x01FF01FFu, 0x00080008u);  // scale_code_by_integers, in 16 bits
-    poisoned = (maxima + 0x00800080u) & 0x80008000u;
-    MOE_UNROLL
-    for (int k = 0; k < 2; ++k) scale[k] = float_of(0x83000000u - (half_of(raised, k) << 23));  // 2^(127 - code)
+    raised = raised_codes(maxima);
+    poisoned = poisoned_halves(maxima);
+    scale[0] = reciprocal_bf16(raised);
+    scale[1] = reciprocal_bf16(raised >> 16);
   }
   MOE_HOST_FN void poison() {
     MOE_UNROLL
     for (int k = 0; k < 2; ++k) {
       if (half_of(poisoned, k) == 0) continue;
-      scale[k] = float_of(0x7FFFFFFFu);
+      scale[k] = 0x7FFF0000u;
       raised = k == 0 ? (raised & 0xFFFF0000u) | 8u : (raised & 0xFFFFu) | 8u << 16;
     }
   }
@@ -328,7 +369,7 @@ MOE_HOST_FN uint32_t rebase_quad(uint32_t bytes, uint32_t factor) {
 
 // Eight elements from four pairs; `raised` is the block's of TwoScales and `common` the largest of its group.
 template <bool kRebase>
-MOE_HOST_FN void quantize_eight(uint32_t a, uint32_t b, uint32_t c, uint32_t d, float scale, uint32_t raised, uint32_t common, uint32_t (&bytes)[2]) {
+MOE_HOST_FN void quantize_eight(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t scale, uint32_t raised, uint32_t common, uint32_t (&bytes)[2]) {
   bytes[0] = quantize_quad(a, b, scale);
   bytes[1] = quantize_quad(c, d, scale);
   if (kRebase) {
@@ -336,6 +377,23 @@ MOE_HOST_FN void quantize_eight(uint32_t a, uint32_t b, uint32_t c, uint32_t d, 
     bytes[0] = rebase_quad(bytes[0], factor);
     bytes[1] = rebase_quad(bytes[1], factor);
   }
+}
+
+// Re-based elements are rounded twice by definition, to their block's scale and to the group's. Rounded once, to the group's, they have the same
+// bits, but for odd multiples of 2^-9 below 2^-6 where the block's code is not the group's:
+// * From 2^-6 on both steps are four significant bits, and the second changes nothing.
+// * Below, the second step is 2^-9, and whatever lies halfway between two results is a number of the first step, which is finer by 2 at least and
+//   has four significant bits at least. So the first rounding never goes past such a place but may stop there, and the second then goes to the even
+//   neighbour. That differs from the nearest one only where this is odd.
+// Bits 7, 15, 23 and 31 are 1 unless the byte is such an odd multiple.
+MOE_HOST_FN uint32_t even_or_normal(uint32_t bytes) {
+  uint32_t odd;  // 0 where it is odd and small
+#ifdef __CUDA_ARCH__
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(odd) : "r"(bytes), "r"(0x79797979u), "r"(0x01010101u));  // two constants: one instruction, not two
+#else
+  odd = (bytes & 0x79797979u) ^ 0x01010101u;
+#endif
+  return odd + 0x7F7F7F7Fu;
 }
 
 // Where the scale of row m and block kb lies in the layout tcgen05 reads: atoms of 128 rows x 4 blocks, 512 bytes each, along K first.

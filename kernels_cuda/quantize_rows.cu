@@ -9,6 +9,8 @@
 namespace moe {
 
 Status quantize_tiles(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
+bool can_keep_tokens(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns);
+Status quantize_kept_tokens(const QuantizeSource* sources, const MxOutput* by_columns, int count, cudaStream_t stream);
 
 namespace {
 
@@ -326,6 +328,19 @@ Status quantize(const QuantizeSource& s, const MxOutput& by_rows, const MxOutput
     return s.fp32 ? launch_rows<float>(s, by_rows, stream) : launch_rows<__nv_bfloat16>(s, by_rows, stream);
   }
   return quantize_tiles(s, by_rows, by_columns, stream);
+}
+
+Status quantize_two(const QuantizeSource (&sources)[2], const MxOutput (&by_columns)[2], cudaStream_t stream) {
+  bool together = sources[0].slot_M == sources[1].slot_M && sources[0].gather == sources[1].gather && sources[0].rows == sources[1].rows &&
+                  sources[0].columns == sources[1].columns && sources[0].tokens == sources[1].tokens;
+  for (int i = 0; i < 2; ++i) {
+    const Status bad = check(sources[i], {}, by_columns[i]);
+    if (!bad.ok()) return bad;
+    together = together && can_keep_tokens(sources[i], {}, by_columns[i]);
+  }
+  if (together) return quantize_kept_tokens(sources, by_columns, 2, stream);
+  const Status status = quantize(sources[0], {}, by_columns[0], stream);
+  return status.ok() ? quantize(sources[1], {}, by_columns[1], stream) : status;
 }
 
 Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const QuantizedTokens& out, cudaStream_t stream) {

@@ -15,6 +15,8 @@ namespace moe {
 // quantize_transposed.cu: BF16, transposed columns.
 bool has_transposed_form(Form row, Form column);
 Status quantize_transposed_tiles(const TileParams& p, Form row, Form column, unsigned blocks, cudaStream_t stream);
+bool can_keep_tokens(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns);
+Status quantize_kept_tokens(const QuantizeSource* sources, const MxOutput* by_columns, int count, cudaStream_t stream);
 
 namespace {
 
@@ -359,6 +361,7 @@ Status quantize_tiles(const QuantizeSource& s, const MxOutput& by_rows, const Mx
   const int64_t blocks = s.batch * p.row_tiles * static_cast<int64_t>(p.column_tiles);
   if (blocks > INT32_MAX) return {"quantize: " + std::to_string(blocks) + " tiles of 128 x 128, must be below 2^31"};
   if (blocks == 0) return {};
+  if (can_keep_tokens(s, by_rows, by_columns)) return quantize_kept_tokens(&s, &by_columns, 1, stream);
   const auto run = s.fp32 ? choose<float> : choose<__nv_bfloat16>;
   return run(by_rows.form, by_columns.form, by_columns.transposed, p, static_cast<unsigned>(blocks), stream);
 }

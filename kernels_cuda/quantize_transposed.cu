@@ -1,11 +1,11 @@
 // The quantiser of BF16 sources whose column form is stored transposed, alone or with the row form from one read: the operands of FP8 weight
 // gradients. See quantize.h; other forms: quantize_tiles.cu.
 //
-// A block copies a tile of 128 x 128 into shared memory and writes both forms from registers, whole sectors of 32 bytes by four lanes. A warp
-// takes 16 rows, a row per half warp, then 16 columns: ldmatrix transposes, and the rows of every 32 are kept in an order that gives each
-// lane eight neighbouring rows of a column. Pairs of BF16 stay packed until they are multiplied by their scale.
+// A block copies a tile of 128 x 128 into shared memory and writes both forms from registers, whole sectors of 32 bytes by neighbouring lanes. A warp
+// takes 16 rows, a row per half warp, then 16 columns (quantize_columns.h). Rows of few tokens are gathered by another kernel: quantize_gathered.cu.
 #include "isa/sm90.cuh"
 #include "kernel_check.h"
+#include "quantize_columns.h"
 #include "quantize_tile.h"
 
 namespace moe {
@@ -14,22 +14,63 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLine = 256;  // bytes of a row of the tile
 
-// Of every 32 rows, row 8 q + 2 m + b lies in line 8 m + 2 q + b, so that matrix m of an ldmatrix, eight neighbouring lines, has the m-th pair of
-// rows of each quarter q. 16-byte chunks are swizzled.
+// Line 32 i + l of the tile has the row that lane l gives to ldmatrix i, so that a matrix is eight neighbouring lines; 16-byte chunks are swizzled.
+// That is line 32 (r % 4) + 16 (r / 64) + 8 (r / 8 % 2) + 2 (r / 16 % 4) + r / 4 % 2 for row r.
 __device__ __forceinline__ uint32_t place(uint32_t line, uint32_t chunk) { return line * kLine + (chunk ^ line % 8) * 16; }
+// Of a warp's 16 rows a half warp takes eight, 4 h and three more and the same 8 further on: line and row of its i-th above those of its first.
+__device__ __forceinline__ uint32_t first_line(uint32_t warp, uint32_t half) { return 16 * (warp / 4) + 2 * (warp % 4) + half; }
+__device__ __forceinline__ constexpr uint32_t line_above(uint32_t i) { return 32 * (i % 4) + 8 * (i / 4); }
+__device__ __forceinline__ constexpr uint32_t row_above(uint32_t i) { return i % 4 + 8 * (i / 4); }
 
-// The largest magnitudes of two blocks, of which four lanes hold eight values each.
-__device__ __forceinline__ uint32_t block_maxima(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  uint32_t both = mx::larger_halves(mx::largest_pair(a[0], a[1], a[2], a[3]), mx::largest_pair(b[0], b[1], b[2], b[3]));
-  both = __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, 1));
-  return __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, 2));
+// The largest halves of four lanes, kStep apart.
+template <uint32_t kStep>
+__device__ __forceinline__ uint32_t over_four(uint32_t halves) {
+  return mx::larger_of_lanes<Sm90>(mx::larger_of_lanes<Sm90>(halves, kStep), 2 * kStep);
 }
 
-template <bool kRebase>
-__device__ __forceinline__ uint2 quantize8(const uint32_t (&v)[4], const mx::TwoScales& scales, int k, uint32_t common) {
-  uint32_t bytes[2];
-  mx::quantize_eight<kRebase>(v[0], v[1], v[2], v[3], scales.scale[k], mx::half_of(scales.raised, k), common, bytes);
-  return make_uint2(bytes[0], bytes[1]);
+// Eight neighbouring elements of two rows by their maxima, which are in halves: of the blocks of 32. Codes are in halves too.
+struct RowPair {
+  uint2 elements[2];
+  uint32_t codes;
+};
+__device__ __forceinline__ RowPair quantize_rows(const Sm90::Vector (&v)[2], uint32_t maxima) {
+  RowPair q;
+  mx::TwoScales scales[1];
+  mx::two_scales({maxima}, scales);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t scale = scales[0].scale[k];
+    q.elements[k] = make_uint2(mx::quantize_quad(v[k].x, v[k].y, scale), mx::quantize_quad(v[k].z, v[k].w, scale));
+  }
+  q.codes = scales[0].code(0) | scales[0].code(1) << 16;
+  return q;
+}
+// The same re-based over the 16 lanes of a row; as ColumnEight.
+__device__ __forceinline__ RowPair quantize_aligned_rows(const Sm90::Vector (&v)[2], uint32_t maxima) {
+  RowPair q;
+  const uint32_t lines = over_four<4>(maxima);
+  uint32_t raised = mx::raised_codes(lines);
+  uint32_t fine = 0xFFFFFFFFu;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t scale = mx::reciprocal_bf16(raised >> 16 * k);
+    q.elements[k] = make_uint2(mx::quantize_quad(v[k].x, v[k].y, scale), mx::quantize_quad(v[k].z, v[k].w, scale));
+    fine &= mx::even_or_normal(q.elements[k].x) & mx::even_or_normal(q.elements[k].y);
+  }
+  const bool twice = ((fine & 0x80808080u) != 0x80808080u) & (mx::raised_codes(maxima) != raised);
+  if (Sm90::any(twice | (mx::poisoned_halves(lines) != 0))) {
+    mx::TwoScales own[1];
+    mx::two_scales({maxima}, own);
+    raised = over_four<4>(own[0].raised);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t bytes[2];
+      mx::quantize_eight<true>(v[k].x, v[k].y, v[k].z, v[k].w, own[0].scale[k], mx::half_of(own[0].raised, k), mx::half_of(raised, k), bytes);
+      q.elements[k] = make_uint2(bytes[0], bytes[1]);
+    }
+  }
+  q.codes = raised - 0x00080008u;
+  return q;
 }
 
 template <Form kRow, Form kColumn>
@@ -47,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
   const int rows_here = static_cast<int>(min(static_cast<int64_t>(kTile), p.rows - row0));
   const int columns_here = static_cast<int>(min(static_cast<int64_t>(kTile), p.columns - column0));
-  {  // a half warp copies every other row of the warp's 16, whose places in the source a lane each knows
+  {  // places of the warp's 16 rows in the source are known by a lane each
     const bool inside = 8 * static_cast<int>(chunk) < columns_here;
     const uint8_t* const source = static_cast<const uint8_t*>(p.data) + 2 * (matrix * p.rows * p.columns + column0 + (inside ? 8 * chunk : 0));
     const uint32_t pitch = 2 * static_cast<uint32_t>(p.columns);
@@ -57,13 +98,12 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
       const int slot = p.slot_M[row0 + row];
       own = slot < 0 ? -1 : p.gather ? static_cast<int>(p.slots_per_token.divide(slot)) : own;
     }
-    const uint32_t line = 32 * (warp / 2) + 4 * (warp % 2) + lane / 16;  // of this half warp's first row
-    const uint32_t to[2] = {base + place(line, chunk), base + place(line + 2, chunk)};
+    const uint32_t to = base + place(first_line(warp, lane / 16), chunk);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int from = __shfl_sync(0xFFFFFFFFu, own, 2 * i + lane / 16);
+      const int from = __shfl_sync(0xFFFFFFFFu, own, row_above(i) + 4 * (lane / 16));
       const bool real = inside && from >= 0;
-      Sm90::gather_vector(to[i / 4] + 8 * kLine * (i % 4), source + static_cast<uint64_t>(static_cast<uint32_t>(real ? from : 0)) * pitch, real ? 16 : 0);
+      Sm90::gather_vector(to + kLine * line_above(i), source + static_cast<uint64_t>(static_cast<uint32_t>(real ? from : 0)) * pitch, real ? 16 : 0);
     }
     Sm90::gather_wait();
     __syncthreads();
@@ -71,64 +111,53 @@ __global__ void __launch_bounds__(kThreads, kRow == Form::kNone ? 5 : 4) quantiz
 
   if (kRows) {
     const bool inside = 8 * static_cast<int>(chunk) < columns_here;
-    const uint32_t first_row = 32 * (warp / 2) + 4 * (warp % 2) + lane / 16;
+    const uint32_t first_row = 16 * warp + 4 * (lane / 16), from = base + place(first_line(warp, lane / 16), chunk);
     uint8_t* const out = static_cast<uint8_t*>(p.row_elements) + (matrix * p.rows + row0 + first_row) * p.columns + column0 + 8 * chunk;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      uint32_t v[2][4];
-      uint32_t row[2];  // above first_row
+      Sm90::Vector v[2];
+      uint32_t largest[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const uint32_t line = 16 * warp + 4 * step + 2 * k + lane / 16;
-        row[k] = 8 * ((2 * step + k) % 4) + 2 * (step / 2);
-        const uint4 loaded = Sm90::load_vector(base + place(line, chunk));
-        v[k][0] = loaded.x, v[k][1] = loaded.y, v[k][2] = loaded.z, v[k][3] = loaded.w;
+        v[k] = Sm90::load_vector(from + kLine * line_above(2 * step + k));
+        largest[k] = mx::largest_pair(v[k].x, v[k].y, v[k].z, v[k].w);
       }
-      mx::TwoScales scales[1];
-      mx::two_scales({block_maxima(v[0], v[1])}, scales);
-      uint32_t common = scales[0].raised;
-      if (kRow == Form::kAligned) {
-        common = __vmaxu2(common, __shfl_xor_sync(0xFFFFFFFFu, common, 4));
-        common = __vmaxu2(common, __shfl_xor_sync(0xFFFFFFFFu, common, 8));
-      }
+      const uint32_t maxima = over_four<1>(mx::larger_halves(largest[0], largest[1]));
+      const RowPair q = kRow == Form::kAligned ? quantize_aligned_rows(v, maxima) : quantize_rows(v, maxima);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int in_tile = static_cast<int>(first_row + row[k]);
+        const int row = row_above(2 * step + k), in_tile = static_cast<int>(first_row) + row;
         if (kRow == Form::kAligned) {
-          if (chunk == 0) row_commons[in_tile] = static_cast<uint8_t>(mx::half_of(common, k) - 8);
+          if (chunk == 0) row_commons[in_tile] = static_cast<uint8_t>(mx::half_of(q.codes, k));
         } else if (chunk % 4 == 0) {
-          reinterpret_cast<uint8_t*>(row_codes)[4 * in_tile + chunk / 4] = static_cast<uint8_t>(scales[0].code(k));
+          reinterpret_cast<uint8_t*>(row_codes)[4 * in_tile + chunk / 4] = static_cast<uint8_t>(mx::half_of(q.codes, k));
         }
-        const uint2 q = quantize8<kRow == Form::kAligned>(v[k], scales[0], k, mx::half_of(common, k));
-        if (inside && in_tile < rows_here) *reinterpret_cast<uint2*>(out + row[k] * p.columns) = q;
+        if (inside && in_tile < rows_here) *reinterpret_cast<uint2*>(out + row * p.columns) = q.elements[k];
       }
     }
   }
 
   {
-    const uint32_t quarter = lane % 4, matrix_line = 8 * (lane / 8) + lane % 8;  // whose address this lane gives
-    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + lane / 4) * p.rows + row0 + 8 * quarter;
+    const uint32_t quarter = lane % 4;
+    uint8_t* const out = static_cast<uint8_t*>(p.column_elements) + (matrix * p.columns + column0 + 16 * warp + lane / 4) * p.rows + row0 + 16 * quarter;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      uint32_t v[4][4];
+      ColumnEight<Sm90> eight;
 #pragma unroll
-      for (int block = 0; block < 4; ++block) Sm90::load_matrices_transposed(base + place(32 * block + matrix_line, 2 * warp + s), v[block]);
-      mx::TwoScales scales[2];
-      mx::two_scales({block_maxima(v[0], v[1]), block_maxima(v[2], v[3])}, scales);
-      const uint32_t common = mx::raised_common(scales[0], scales[1]);
+      for (int i = 0; i < 4; ++i) eight.load(i, base + place(32 * i + lane, 2 * warp + s));
       const uint32_t line = 16 * warp + 8 * s + lane / 4;
+      const uint32_t codes = kColumn == Form::kAligned ? eight.quantize_aligned() : eight.quantize();
       if (quarter == 0) {
         if (kColumn == Form::kAligned) {
-          column_commons[line] = static_cast<uint8_t>(common - 8);
+          column_commons[line] = static_cast<uint8_t>(codes);
         } else {
-          column_codes[line] = scales[0].code(0) | scales[0].code(1) << 8 | scales[1].code(0) << 16 | scales[1].code(1) << 24;
+          column_codes[line] = codes;
         }
       }
 #pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        const uint2 q = quantize8<kColumn == Form::kAligned>(v[block], scales[block / 2], block % 2, common);
-        const bool inside = static_cast<int>(line) < columns_here && 32 * block + 8 * static_cast<int>(quarter) < rows_here;
-        if (inside) *reinterpret_cast<uint2*>(out + 8 * s * p.rows + 32 * block) = q;
+      for (int half = 0; half < 2; ++half) {
+        const bool inside = static_cast<int>(line) < columns_here && 64 * half + 16 * static_cast<int>(quarter) < rows_here;
+        if (inside) Sm90::store_vector(out + 8 * s * p.rows + 64 * half, eight.elements(half));
       }
     }
   }

@@ -81,6 +81,12 @@ struct Sm90 {
     while (tick() == now && static_cast<uint32_t>(clock()) - begin < 2u << kShift) {
     }
   }
+  template <class T>
+  static MOE_FN T* not_before(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+  }
+  static MOE_FN bool any(bool condition) { return __any_sync(0xffffffffu, condition); }
   static MOE_FN void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   }
@@ -153,6 +159,11 @@ struct Sm90 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
   }
 
+  static MOE_FN void gather_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  template <int kPending>
+  static MOE_FN void gather_wait_but() {  // until all but this lane's newest kPending groups have landed
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  }
   static MOE_FN void gather_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // until this lane's gathers have landed
 
   // --- tensor cores --------------------------------------------------------------------------------------------------------

@@ -233,6 +233,11 @@ Status quantize(const QuantizeSource& source, const MxOutput& by_rows, const MxO
   return {};
 }
 
+Status quantize_two(const QuantizeSource (&sources)[2], const MxOutput (&by_columns)[2], cudaStream_t stream) {
+  const Status status = quantize(sources[0], {}, by_columns[0], stream);
+  return status.ok() ? quantize(sources[1], {}, by_columns[1], stream) : status;
+}
+
 Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const QuantizedTokens& to, cudaStream_t stream) {
   std::vector<uint8_t> of_rows(to.by_token ? static_cast<size_t>(s.rows * s.d_model) : 0);
   uint8_t* const elements_MxD = to.by_token ? of_rows.data() : to.elements;

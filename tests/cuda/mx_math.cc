@@ -70,7 +70,7 @@ void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int6
         code[(r * width + first) / kBlock + b] = static_cast<uint8_t>(aligned ? common - 8 : scales[b / 2].code(b % 2));
         for (int i = 0; i < 16; i += 4) {
           const uint32_t* p = &pairs[b][i];
-          const float scale = scales[b / 2].scale[b % 2];
+          const uint32_t scale = scales[b / 2].scale[b % 2];
           uint32_t q[2];
           if (aligned) {
             quantize_eight<true>(p[0], p[1], p[2], p[3], scale, half_of(scales[b / 2].raised, b % 2), common, q);
@@ -79,6 +79,28 @@ void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int6
           }
           for (int k = 0; k < 8; ++k) byte[r * width + first + kBlock * b + 2 * i + k] = static_cast<uint8_t>(q[k / 4] >> 8 * (k % 4));
         }
+      }
+    }
+  }
+}
+
+// Every BF16 value under every pair of a block's code and a group's that differ by up to `apart`: elements rounded once against twice. Counts, of
+// values that the block's code allows: all, those that differ, and those that differ though even_or_normal says that they cannot.
+void rounded_once(int apart, int64_t* counts) {
+  using namespace moe::mx;
+  counts[0] = counts[1] = counts[2] = 0;
+  for (uint32_t x = 0; x < 0x10000; ++x) {
+    if ((x & 0x7FFFu) >= 0x7F80u) continue;
+    const uint32_t smallest = scale_code_by_integers((x & 0x7FFFu) << 16), pair = x | x << 16;
+    for (uint32_t block = smallest; block < smallest + 26 && block < 248; ++block) {
+      for (uint32_t group = block; group <= block + static_cast<uint32_t>(apart) && group < 248; ++group) {
+        uint32_t twice[2];
+        quantize_eight<true>(pair, pair, pair, pair, reciprocal_bf16(block + 8), block + 8, group + 8, twice);
+        const uint32_t once = quantize_quad(pair, pair, reciprocal_bf16(group + 8));
+        const bool differ = once != twice[0], flagged = (even_or_normal(once) & 0x80808080u) != 0x80808080u && block != group;
+        ++counts[0];
+        counts[1] += differ;
+        counts[2] += differ && !flagged;
       }
     }
   }

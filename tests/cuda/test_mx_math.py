@@ -129,6 +129,14 @@ def test_pairs_of_bf16_have_the_bits_of_the_reference(lib, kind, aligned):
     np.testing.assert_array_equal(byte, np.asarray(expected.elements).view(np.uint8))
 
 
+def test_one_rounding_gives_the_elements_of_two_where_the_kernels_trust_it(lib):
+    counts = np.empty(3, np.int64)
+    lib.rounded_once(ctypes.c_int(28), counts.ctypes.data_as(ctypes.c_void_p))
+    values, differ, missed = counts
+    assert values > 10**7 and differ > 10**4  # the difference is there to be found
+    assert missed == 0
+
+
 def test_product_scale_is_the_product_of_both(lib):
     a, b = (g.ravel().astype(np.uint8) for g in np.meshgrid(np.arange(255), np.arange(255)))
     bits = np.empty(a.size, np.uint32)

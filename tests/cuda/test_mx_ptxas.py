@@ -93,7 +93,7 @@ def test_one_half_of_the_tokens_is_multiplied_while_the_other_is_added(loops):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["quantize_rows", "quantize_tiles", "quantize_transposed"])
+@pytest.mark.parametrize("name", ["quantize_gathered", "quantize_rows", "quantize_tiles", "quantize_transposed"])
 def test_quantisers_spill_next_to_nothing(name, tmp_path):
     _, log = build(name, tmp_path)
     spills = sorted(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))

@@ -236,6 +236,47 @@ def test_groups_read_no_padding_and_leave_slack_alone(lib):
         assert (rows_out.elements[0, used_rows:] == 255).all(), "slack rows were written"
 
 
+@pytest.mark.parametrize("layout", ["plain", "fragment"])
+@pytest.mark.parametrize("tokens", [40, 1000, 8192, 14527])  # two slices fit, and overlap; all that fit
+@pytest.mark.parametrize("data", ["gaussian", "spread", "bits"])
+def test_tokens_kept_in_shared_memory_give_the_bits_of_the_reference(lib, layout, tokens, data):
+    """Columns of gathered rows where a block keeps eight columns of all tokens: 2176 columns are more than two slices
+    a block.
+    """
+    top_k, width = 4, 128 if tokens == 40 else 2176
+    count = 97 * tokens // 100 * top_k  # some tokens have no row
+    sizes = [count // 2 + 1, 0, count // 3, 1, count // 8]
+    rows = (sum((s + 127) // 128 for s in sizes) + 2) * 128
+    slot_M = grouped_plan(sizes, top_k, tokens, rows)
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x_TxD = torch.randn(tokens, width, device="cuda", generator=generator)
+    if data == "spread":  # re-based elements turn subnormal and vanish, many of them with both roundings
+        exponent = torch.randint(-12, 12, (tokens, 1), device="cuda", generator=generator)
+        x_TxD = torch.ldexp(x_TxD, exponent)
+    if data == "bits":
+        words = torch.randint(-(2**15), 2**15, x_TxD.shape, device="cuda", generator=generator).to(torch.int16)
+        x_TxD = torch.where(
+            torch.rand(width, device="cuda", generator=generator) < 0.5, words.view(torch.bfloat16), x_TxD
+        )
+    x_TxD = special_values(x_TxD[None])[0].bfloat16() if tokens > 40 else x_TxD.bfloat16()
+    out, by_rows = (
+        Output(lib, (1, rows, width), False, "aligned", layout, True),
+        Output(lib, (1, rows, width), True, "none"),
+    )
+    by_tiles = Output(lib, (1, rows, width), False, "aligned", layout, True)
+    quantize(lib, x_TxD[None], by_rows, out, slot_M, top_k, rows, tokens)
+    quantize(lib, x_TxD[None], by_rows, by_tiles, slot_M, top_k, rows)
+    dense = torch.where((slot_M >= 0)[:, None], x_TxD[slot_M.clamp(min=0).long() // top_k], 0.0).bfloat16()
+    elements, codes = reference(dense[None], -2, "aligned", True)
+    codes = expected_codes(codes, "aligned", layout, False, True).view(rows // 128, -1)
+    used = slot_M.view(-1, 128)[:, 0] >= 0
+    used_rows = used.repeat_interleave(128)
+    for what, got in (("kept", out), ("by tiles", by_tiles)):
+        same(got.elements[0][:, used_rows], elements[0][:, used_rows], what)
+        same(got.codes.view(rows // 128, -1)[used], codes[used], what + " codes")
+        assert (got.elements[0][:, ~used_rows] == 255).all(), f"{what}: slack was written"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_losses_are_counted(lib, dtype):
     x = torch.randn(2, 128, 256, device="cuda")
