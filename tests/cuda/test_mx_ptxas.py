@@ -97,7 +97,7 @@ def test_one_half_of_the_tokens_is_multiplied_while_the_other_is_added(loops):
 def test_quantisers_spill_next_to_nothing(name, tmp_path):
     _, log = build(name, tmp_path)
     spills = sorted(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
-    assert spills and spills[-2] <= 32 and spills[-1] <= 128, (
+    assert spills and max(spills[:-1], default=0) <= 32 and spills[-1] <= 128, (
         log
     )  # the largest: both orientations dequantised, of mode exact
 
