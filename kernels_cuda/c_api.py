@@ -59,6 +59,7 @@ WAYS = (
     "gathered_n",
     "resident_512",
     "resident_rows",
+    "resident_fp8",
 )  # kernels_cuda/moe.h: Way
 
 

@@ -14,6 +14,7 @@ enum class Layout : uint8_t {
   kTokensN,      // gemm_tokens_n.h; kinds that can
   kResident512,   // strips of gemm_resident.h; weight gradients that are overwritten
   kResidentRows,  // those of gemm_resident_rows.h
+  kResidentFp8,   // those of mx_resident.h, of FP8 operands
 };
 
 // Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.

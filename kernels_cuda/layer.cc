@@ -110,7 +110,7 @@ Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
   switch (layout) {
     case Layout::kTokensM: t.tile_m = 2 * kTileM, t.pairs = Pairs::kRows; break;
     case Layout::kTokensN: t.tile_m = TokensNConfig::kTokens; break;
-    case Layout::kResident512: return in_strips(t);
+    case Layout::kResident512: return in_strips<ResidentConfig>(t);
     case Layout::kResidentRows: return in_row_strips(t);
   }
   return t;

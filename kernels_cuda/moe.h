@@ -33,6 +33,7 @@ enum Way : uint8_t {
   // Weight gradients with one operand at rest. Those that continue a buffer run dispatched.
   kWayResident512,   // so many columns of B in the shared memory of a cluster (gemm_resident.h), for experts with up to 192 rows
   kWayResidentRows,  // rows of A in registers (gemm_resident_rows.h), for experts with about 512 rows or fewer
+  kWayResidentFp8,   // columns of B in shared memory, of FP8 operands (mx_resident.h), for experts with up to 640 rows
   kNumWays,
 };
 constexpr int kNumProducts = 6;

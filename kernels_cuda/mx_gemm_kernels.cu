@@ -1,5 +1,5 @@
 // The FP8 grouped GEMM kernel for sm_90a, one instantiation per kind, side of the tokens and (where it matters) activation form. Everything of
-// substance is in mx_roles.h and mx_tokens_n.h.
+// substance is in mx_roles.h, mx_tokens_n.h and mx_resident.h.
 #include "mx_gemm_kernels.h"
 
 #include "gemm_launch.h"
@@ -33,6 +33,13 @@ cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStr
       case kGateUp: return plain ? launch<OnN<kGateUp, true>>(batch, stream) : launch<OnN<kGateUp, false>>(batch, stream);
       case kDown: return launch<OnN<kDown, true>>(batch, stream);
       case kDgradGateUp: return launch<OnN<kDgradGateUp, true>>(batch, stream);
+      default: return cudaErrorInvalidValue;
+    }
+  }
+  if (layout == Layout::kResidentFp8) {
+    switch (kind) {
+      case kWgradDown: return launch<MxResident<kWgradDown, Sm90Mx>>(batch, stream);
+      case kWgradGateUp: return launch<MxResident<kWgradGateUp, Sm90Mx>>(batch, stream);
       default: return cudaErrorInvalidValue;
     }
   }

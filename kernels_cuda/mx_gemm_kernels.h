@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "gemm_kernels.h"
+#include "mx_resident.h"
 #include "mx_tokens_n.h"
 
 namespace moe {

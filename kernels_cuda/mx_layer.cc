@@ -67,7 +67,7 @@ Status check_shape(const LayerShape& s, const MxOptions& options) {
     const bool aligned = options.mode == MxMode::kAligned;
     if (way == kWayTokensN && has_tokens_n(s, aligned, static_cast<Kind>(kind))) continue;
     if (way == kWayGathered && has_gathered(s, aligned, static_cast<Kind>(kind))) continue;
-    const bool strips = is_wgrad(static_cast<Kind>(kind)) && !has_fp8_wgrad(options) && is_resident(way);
+    const bool strips = is_wgrad(static_cast<Kind>(kind)) && (has_fp8_wgrad(options) ? way == kWayResidentFp8 : is_resident(way));
     if (way != kWayAuto && way != kWayDispatched && !strips) {
       return {"way " + std::to_string(way) + " is not one that the " + product_name(kind) + " product of this shape has in MXFP8"};
     }
@@ -91,15 +91,18 @@ struct List : TaskList {
   uint16_t* a_scales;  // tokens on the N side: space for those of A
 };
 
-// As in layer.cc: tokens are on the N side where most experts fit one tile of them; of BF16 weight gradients one operand is at rest where most
-// experts' rows fit, unless they continue a buffer.
+// As in layer.cc: tokens are on the N side where most experts fit one tile of them; of weight gradients one operand is at rest where most experts'
+// rows fit, unless they continue a buffer.
 Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulate) {
   const bool few = rows_per_expert(s) <= MxTokensNConfig::kTokens;
   if (s.way[kind] == kWayTokensN || (s.way[kind] == kWayAuto && few && has_tokens_n(s, fp8, kind))) return Layout::kTokensN;
-  if (!is_wgrad(kind) || fp8 || accumulate) return Layout::kTokensM;
-  switch (s.way[kind] != kWayAuto ? s.way[kind] : resident_way(rows_per_expert(s), m_extent(s, kind), n_extent(s, kind))) {
+  if (!is_wgrad(kind) || accumulate) return Layout::kTokensM;
+  const Way by_default = fp8 ? resident_fp8_way(rows_per_expert(s), n_extent(s, kind))
+                             : resident_way(rows_per_expert(s), m_extent(s, kind), n_extent(s, kind));
+  switch (s.way[kind] != kWayAuto ? s.way[kind] : by_default) {
     case kWayResident512: return Layout::kResident512;
     case kWayResidentRows: return Layout::kResidentRows;
+    case kWayResidentFp8: return Layout::kResidentFp8;
     default: return Layout::kTokensM;
   }
 }
@@ -109,7 +112,8 @@ Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
   const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows};
   switch (layout) {
     case Layout::kTokensN: return {kind, OnN::kTokens, step_n<OnN>(kind), t.m_extent, t.n_extent, skip_empty, Pairs::kColumns};
-    case Layout::kResident512: return in_strips(t);
+    case Layout::kResident512: return in_strips<ResidentConfig>(t);
+    case Layout::kResidentFp8: return in_strips<MxResidentConfig>(t);
     case Layout::kResidentRows: return in_row_strips(t);
     default: return t;
   }

@@ -8,6 +8,7 @@
 #include "gemm_resident.h"
 #include "gemm_resident_rows.h"
 #include "moe.h"
+#include "mx_resident.h"
 #include "tiling.h"
 
 namespace moe {
@@ -23,6 +24,10 @@ inline Way resident_way(int64_t rows, int m_extent, int n_extent) {
   if (rows <= 176 && fills_strips(n_extent, 2 * ResidentConfig::kTileN)) return kWayResident512;
   return rows <= 544 && fills_strips(m_extent, 2 * ResidentRowsConfig::kTileM) ? kWayResidentRows : kWayDispatched;
 }
+// Of FP8 operands.
+inline Way resident_fp8_way(int64_t rows, int n_extent) {
+  return rows <= 544 && fills_strips(n_extent, 2 * MxResidentConfig::kTileN) ? kWayResidentFp8 : kWayDispatched;
+}
 inline bool is_resident(Way way) { return way == kWayResident512 || way == kWayResidentRows; }
 
 // Rows of a box of the operands.
@@ -33,11 +38,12 @@ inline int box_rows(Layout layout) {
 // Rows that a product multiplies are a multiple of this from an expert's first one, so up to there its padding must be zero.
 inline int multiplied_rows(Layout layout) { return layout == Layout::kResident512 ? 16 : 64; }
 
-// Strips instead of tiles.
-inline Tiling in_strips(Tiling t) {
-  t.tile_m = ResidentConfig::kStripTiles * ResidentConfig::kTileM;
-  t.step_n = ResidentConfig::kTileN;
-  t.m_extent = div_up(t.m_extent, ResidentConfig::kTileM) * ResidentConfig::kTileM;
+// Strips instead of tiles, down the rows of columns that rest.
+template <class Config>
+Tiling in_strips(Tiling t) {
+  t.tile_m = Config::kStripTiles * Config::kTileM;
+  t.step_n = Config::kTileN;
+  t.m_extent = div_up(t.m_extent, Config::kTileM) * Config::kTileM;
   t.pairs = Pairs::kStrips;
   return t;
 }

@@ -141,6 +141,10 @@ struct Sm90 {
                  "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
   }
+  // `bytes` neighbouring ones, a multiple of 16 like both addresses.
+  static MOE_FN void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  }
   static MOE_FN void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
   template <int kPending>
   static MOE_FN void store_wait_read() {  // shared memory of all but the newest kPending groups may be overwritten

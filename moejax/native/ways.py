@@ -31,6 +31,7 @@ WAYS = (
     "gathered_n",
     "resident_512",
     "resident_rows",
+    "resident_fp8",
 )  # kernels_cuda/moe.h: Way
 
 _SIZES = ("tokens", "top_k", "experts", "d_model", "width")

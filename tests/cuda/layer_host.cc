@@ -96,6 +96,9 @@ cudaError_t launch_mx_gemm(Kind kind, const MxBatch<CUtensorMap>& batch, cudaStr
       default: return cudaErrorInvalidValue;
     }
   }
+  if (layout == Layout::kResidentFp8 && is_wgrad(kind)) {
+    return kind == kWgradDown ? run<MxResident<kWgradDown, IsaMx>, IsaMx>(batch) : run<MxResident<kWgradGateUp, IsaMx>, IsaMx>(batch);
+  }
   if (layout != Layout::kTokensM) return cudaErrorInvalidValue;
   switch (kind) {
     case kGateUp: return plain ? mx_on_m<kGateUp>(batch) : mx_on_m<kGateUp, false>(batch);

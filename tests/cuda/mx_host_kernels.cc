@@ -1,6 +1,7 @@
 // Runs every kind of FP8 grouped GEMM of kernels_cuda/mx_roles.h on the host emulator, on a small layer with unequal, unaligned sizes and short last
 // blocks along every dimension, and compares with plain loops over the dequantised operands: relative norm per expert, zero padding, equal bits
-// for every interleaving seed. KIND_tokens_n: with tokens on either side (mx_tokens_n.h), whose bits must be equal too.
+// for every interleaving seed. KIND_tokens_n: with tokens on either side (mx_tokens_n.h), KIND_strips: in tiles and in strips (mx_resident.h), whose
+// bits must be equal too.
 // Usage: mx_host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line and exits with 1 on a mismatch.
 #include <cmath>
 #include <cstdio>
@@ -12,12 +13,17 @@
 #include "host_faults.h"
 #include "host_tasks.h"
 #include "isa/host/host_mx.h"
+#include "mx_resident.h"
 #include "mx_tokens_n.h"
 
 namespace {
 
 using namespace moe;
-using Isa = Faulty<HostMx>;
+struct Isa : Faulty<HostMx> {
+  static inline uint32_t cluster = 0, clusters = 1;  // which one runs; they run one after the other
+  static uint32_t cluster_index() { return cluster; }
+  static uint32_t num_clusters() { return clusters; }
+};
 using Arguments = MxArguments<host::Map>;
 
 constexpr int kD = 160, kF = 288;
@@ -184,22 +190,40 @@ host::Map map_of(const void* data, int element_bytes, int64_t inner, int64_t out
 }
 
 bool both_sides = false;  // of the tokens; faults are those of the N side then
+bool strips = false;      // weight gradients in strips too; faults are theirs then
 
 template <class Roles>
-void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed) {
+void run_list(const Tiling& tiling, const Arguments& args, uint32_t seed, uint32_t clusters = 1) {
   const auto tasks = list_tasks(tiling, count_E, start_E);
   const int count = static_cast<int>(tasks.size());
   MxBatch<host::Map> batch = {{args}, tasks.data(), &count};
-  host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
+  Isa::clusters = clusters;
+  for (Isa::cluster = 0; Isa::cluster < clusters; ++Isa::cluster) {
+    host::run_cluster(Roles::Config::kThreads, Roles::Config::kSharedBytes, seed, [&] { run_roles<Roles, Isa>(batch); });
+  }
 }
 template <Kind kKind>
 void run(const Arguments& args, uint32_t seed) {
   using Config = MxConfig<kKind>;
   const Tiling tiling = {kKind, 2 * Config::kTileM, step_n<Config>(kKind), args.m_extent, args.n_extent, false, Pairs::kRows};
   Fault none;
-  if (both_sides) std::swap(fault, none);
+  if (both_sides || strips) std::swap(fault, none);
   run_list<MxRoles<kKind, true, Isa>>(tiling, args, seed);
-  if (both_sides) std::swap(fault, none);
+  if (both_sides || strips) std::swap(fault, none);
+}
+// Weight gradients with columns at rest: by one cluster; or with shorter strips and fewer K blocks that fit, by four, which share the tiles of
+// strips that are left over.
+struct ShortStrips : MxResidentConfig {
+  static constexpr int kStripTiles = 3;
+  struct Columns : MxResidentConfig::Columns {
+    static constexpr int kStages = 3;
+  };
+};
+template <Kind kKind, class Config>
+void run_strips(const Arguments& args, uint32_t seed, uint32_t clusters) {
+  Tiling tiling = {kKind, Config::kStripTiles * Config::kTileM, Config::kTileN, args.m_extent, args.n_extent, false, Pairs::kStrips};
+  tiling.m_extent = div_up(tiling.m_extent, Config::kTileM) * Config::kTileM;
+  run_list<MxResident<kKind, Isa, Config>>(tiling, args, seed, clusters);
 }
 template <Kind kKind>
 void run_tokens_n(Arguments args, uint32_t seed) {
@@ -545,6 +569,17 @@ uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t
     }
     compare(kKind == kWgradDown ? "dw_down" : "dw_gate_up", e, got, want, 1e-5);
   }
+  for (bool few : {false, true}) {
+    if (!strips) break;
+    std::vector<float> other(size, NAN);
+    args.out = map_of(other.data(), 4, n_extent, m_extent, halves, experts);
+    args.dw = other.data();
+    few ? run_strips<kKind, ShortStrips>(args, seed, 4) : run_strips<kKind, MxResidentConfig>(args, seed, 1);
+    if (std::memcmp(other.data(), dw.data(), 4 * size) != 0) {
+      std::printf("dw differs in strips%s\n", few ? ", short ones" : "");
+      ++failures;
+    }
+  }
   return digest(dw.data(), 4 * dw.size());
 }
 
@@ -575,10 +610,15 @@ int main(int argc, char** argv) {
     return 2;
   }
   std::string kind = argv[1];
-  const std::string suffix = "_tokens_n";
-  both_sides = kind.size() > suffix.size() && kind.substr(kind.size() - suffix.size()) == suffix;
-  if (both_sides) {
+  auto take_suffix = [&](const std::string& suffix) {
+    if (kind.size() <= suffix.size() || kind.substr(kind.size() - suffix.size()) != suffix) return false;
     kind.resize(kind.size() - suffix.size());
+    return true;
+  };
+  both_sides = take_suffix("_tokens_n");
+  strips = take_suffix("_strips");
+  if (strips) set_groups({200, 0, 700, 40, 300});  // one that does not fit
+  if (both_sides) {
     set_groups({0, 1, 250, 31, 160, 192, 97});  // every width of a product, tiles that are full, that overflow and that end within 64 tokens
     compare_factors();
   }

@@ -13,6 +13,7 @@ from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_rac
 
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
 TOKENS_N = ["gate_up_tokens_n", "down_tokens_n", "dgrad_gate_up_tokens_n"]
+STRIPS = ["wgrad_down_strips", "wgrad_gate_up_strips"]
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
@@ -26,7 +27,7 @@ def program():
     return build_program()
 
 
-@pytest.mark.parametrize("kind", KINDS + TOKENS_N)
+@pytest.mark.parametrize("kind", KINDS + TOKENS_N + STRIPS)
 def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
     done = subprocess.run([str(program), kind, "1", "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

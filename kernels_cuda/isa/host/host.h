@@ -65,6 +65,12 @@ struct Host {
       });
     });
   }
+  static void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || from % 16 != 0 || bytes % 16 != 0) host::fail("bulk copies are of 16 bytes, on 16 bytes");
+    const int block = host::block();
+    host::store_reads(from, bytes);
+    host::copy_out([=] { std::memcpy(to, host::shared(block, from, bytes), bytes); });
+  }
   static void store_commit() { host::commit_stores(); }
   template <int kPending>
   static void store_wait_read() {
