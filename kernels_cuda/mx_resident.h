@@ -8,15 +8,9 @@
 // sums are those of mx_roles.h, bit for bit.
 #pragma once
 
-#include "gemm_resident_rows.h"
+#include "gemm_resident.h"
 #include "mx_roles.h"
 
-#ifndef W_STORE
-#define W_STORE 0
-#endif
-#ifndef W_PART
-#define W_PART 0
-#endif
 namespace moe {
 
 struct MxResidentConfig {
@@ -30,7 +24,7 @@ struct MxResidentConfig {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlocks = 5;    // of K, that fit
   static constexpr int kMaxUnits = 4;  // a consumer hands over a tile warp by warp
-  static constexpr int kProducerRegisters = 56;
+  static constexpr int kProducerRegisters = 56;  // a store warp has the addresses of 16 rows
   static constexpr int kConsumerRegisters = 224;
 
   // Shared memory: operand A, the lookahead; operand B; staging; codes of A by stage, scales of B by K block; then the barriers: full and empty of
@@ -65,7 +59,8 @@ struct MxResidentConfig {
   static MOE_FN uint32_t staged_row(uint32_t base, uint32_t consumer, uint32_t row) {
     return base + kStagingOffset + consumer * kStagingBytes + row % 4 * kRegionBytes + row / 4 * kStagedRowBytes;
   }
-  // left: the store warp arrives once per tile, when a warp's rows have left staging; that warp waits before it writes the next tile's.
+  // left: the store warp arrives once per tile, when a warp's rows have left staging; that warp waits before it writes the next tile's. written
+  // (mma_sm90.h): four lanes of the warp arrive once per tile, when its rows are there; the store warp waits.
   static MOE_FN uint32_t left_barrier(uint32_t base, uint32_t consumer, uint32_t warp) {
     return base + kLeftOffset + 8 * (kMaxUnits * consumer + warp);
   }
@@ -151,7 +146,7 @@ struct MxResidentConsumer {
     uint32_t rows[2];
   };
 
-  // `base` is kept in a register: what it is made of takes longer.
+  // `base` and `lane` are kept in registers: what they are made of takes longer.
   MOE_FN MxResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(Isa::not_before(shared_base)), consumer(consumer_), warp(Isa::warp_index() % 4), lane(Isa::not_before(Isa::lane_index())) {}
 
@@ -201,7 +196,6 @@ struct MxResidentConsumer {
         MOE_UNROLL
         for (int row = 0; row < 2; ++row) {
           const int k = 16 * i + 4 * (column / 2) + 2 * row + column % 2;
-          if (W_PART == 2 && k > 1) continue;
           sum[k] = Isa::fma(Isa::mul(part[k], scale), row_scale[row], sum[k]);
         }
       }
@@ -210,11 +204,10 @@ struct MxResidentConsumer {
 
   // All K blocks of a strip, tile after tile: one is multiplied while the one before it is added, and the first one of a tile while the tile before
   // is handed over.
-  template <class Arguments>
-  MOE_FN void multiply(const MxStrip<kKind, Config>& strip, const Arguments& args, Rows& ring, const Columns& columns) {
+  MOE_FN void multiply(const MxStrip<kKind, Config>& strip, Rows& ring, const Columns& columns) {
     float even[kSums], odd[kSums];
     Columns at = columns;
-    int kb_started = 0, kb_added = 0, t = 0;                    // of the tile
+    int kb_started = 0, kb_added = 0;                           // of the tile
     int left = strip.tiles * strip.k_blocks - 1;                // K blocks to be started
     int first = strip.resident ? strip.k_blocks : left + 1;     // of them, those whose columns have yet to be seen full
     int held = strip.resident ? left + 1 - strip.k_blocks : 0;  // K blocks to be added whose columns stay
@@ -232,7 +225,7 @@ struct MxResidentConsumer {
       --held;
       if (++kb_added < strip.k_blocks) return;
       kb_added = 0;
-      write(strip.tile(t++), args);
+      write();
     };
     auto see_next = [&] { Isa::barrier_wait(ring.full(), ring.phase); };  // while products run, so that the next ones follow the additions at once
     see_next();
@@ -266,7 +259,7 @@ struct MxResidentConsumer {
   }
 
   // The stages of a tile whose columns lie past the end. No lane may give a stage back while another has yet to see it full.
-  MOE_FN void follow(const MxStrip<kKind, Config>& strip, bool first, bool last, Rows& ring, Columns at) {
+  MOE_FN void follow(const MxStrip<kKind, Config>& strip, bool first, bool last, Rows& ring, Columns& at) {
     MOE_NO_UNROLL
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
       if (first) Isa::barrier_wait(at.full(), at.phase);
@@ -284,11 +277,7 @@ struct MxResidentConsumer {
   }
 
   // Hands the warp's 16 rows to the store warp, and begins anew.
-  template <class Arguments>
-  MOE_FN void write(const Task& tile, const Arguments& args) {
-#if W_STORE == 2
-    store_gradient<Isa, Config::kTileN, false>(sum, tile, kKind, tile.m0 + static_cast<int>(64 * consumer + 16 * warp + lane / 4), tile.n0, args);
-#else
+  MOE_FN void write() {
     Isa::barrier_wait(Config::left_barrier(base, consumer, warp), (tiles & 1) ^ 1);
     ++tiles;
     MOE_UNROLL
@@ -300,33 +289,32 @@ struct MxResidentConsumer {
     Isa::fence_async_shared();
     Isa::warp_sync();
     if (lane < 4) Isa::barrier_arrive(written_barrier<Config>(base, consumer, static_cast<int>(warp)));
-#endif
     clear();
   }
 
-  template <class Arguments>
-  MOE_FN void run(const MxStrip<kKind, Config>& strip, const Arguments& args, Rows& ring, Columns& columns) {
+  MOE_FN void run(const MxStrip<kKind, Config>& strip, Rows& ring, Columns& columns) {
     if (strip.tiles <= 0) return;
     clear();
     if (strip.live && strip.k_blocks > 0) {
-      multiply(strip, args, ring, columns);
+      multiply(strip, ring, columns);
     } else {
+      Columns at = columns;
       MOE_NO_UNROLL
       for (int t = 0; t < strip.tiles; ++t) {
-        follow(strip, t == 0 || !strip.resident, t == strip.tiles - 1 || !strip.resident, ring, columns);
-        if (!strip.resident) columns.skip(strip.k_blocks);
-        if (strip.live) write(strip.tile(t), args);
+        if (strip.resident) at = columns;
+        follow(strip, t == 0 || !strip.resident, t == strip.tiles - 1 || !strip.resident, ring, at);
+        if (strip.live) write();
       }
     }
-    columns.skip(strip.resident || !(strip.live && strip.k_blocks > 0) ? strip.resident ? strip.k_blocks : 0 : strip.tiles * strip.k_blocks);
+    columns.skip((strip.resident ? 1 : strip.tiles) * strip.k_blocks);
   }
 };
 
 // Store warp of one consumer, one strip. A warp's rows at a time, and no more before those have been read: the copy engine works in order, and loads
 // of operands must not wait long.
-template <Kind kKind, class Isa, class Config, class StripType, class Arguments>
-MOE_FN void store_staged(const StripType& strip, const Arguments& args, uint32_t base, uint32_t consumer, uint32_t& tiles) {
-  if (!strip.live || W_STORE == 2) return;
+template <Kind kKind, class Isa, class Config, class Arguments>
+MOE_FN void store_mx_strip(const MxStrip<kKind, Config>& strip, const Arguments& args, uint32_t base, uint32_t consumer, uint32_t& tiles) {
+  if (!strip.live) return;
   const bool one = Isa::lane_index() == 0;
   MOE_NO_UNROLL
   for (int t = 0; t < strip.tiles; ++t) {
@@ -339,30 +327,17 @@ MOE_FN void store_staged(const StripType& strip, const Arguments& args, uint32_t
     for (int unit = 0; unit < Config::kMaxUnits; ++unit) {
       Isa::barrier_wait(written_barrier<Config>(base, consumer, unit), tiles & 1);
       if (one) {
-        if (row < args.m_extent && W_PART != 1) {  // a multiple of 32
+        if (row < args.m_extent) {  // a multiple of 32
           MOE_UNROLL
           for (int r = 0; r < 16; ++r) {
             Isa::store_bytes(to + static_cast<int64_t>(r) * args.n_extent, Config::staged_row(base, consumer, 16 * unit + r), 4 * columns);
           }
         }
         Isa::store_commit();
-#if W_STORE == 1
-        if (unit > 0) {
-          Isa::template store_wait_read<1>();
-          Isa::barrier_arrive(Config::left_barrier(base, consumer, unit - 1));
-        }
-        if (unit == 3) {
-          Isa::template store_wait_read<0>();
-          Isa::barrier_arrive(Config::left_barrier(base, consumer, unit));
-        }
-#else
         Isa::template store_wait_read<0>();
-#endif
       }
       Isa::warp_sync();
-#if W_STORE != 1
       if (one) Isa::barrier_arrive(Config::left_barrier(base, consumer, unit));
-#endif
       row += 16;
       to += static_cast<int64_t>(16) * args.n_extent;
     }
@@ -375,6 +350,7 @@ template <Kind kKind, class Isa, class Config_ = MxResidentConfig>
 struct MxResident {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
+  static_assert(Config::kStages >= 3 && Config::Columns::kStages >= 3, "a consumer waits for a K block while it holds two");
   static constexpr bool kFourthWarp = false;
   template <class Batch>
   static MOE_FN uint32_t full_arrivals(const Batch&) {
@@ -426,7 +402,7 @@ struct MxResident {
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     uint32_t tiles = 0;
-    each_strip(batch, [&](const auto& strip, const auto& args) { store_staged<kKind, Isa, Config>(strip, args, base, consumer, tiles); });
+    each_strip(batch, [&](const auto& strip, const auto& args) { store_mx_strip<kKind, Isa, Config>(strip, args, base, consumer, tiles); });
     if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
   }
   template <class Batch>
@@ -434,7 +410,7 @@ struct MxResident {
     Ring<Isa, Config> ring(base);
     Columns b = columns(base);
     MxResidentConsumer<kKind, Isa, Config> state(base, consumer);
-    each_strip(batch, [&](const auto& strip, const auto& args) { state.run(strip, args, ring, b); });
+    each_strip(batch, [&](const auto& strip, const auto&) { state.run(strip, ring, b); });
   }
 };
 

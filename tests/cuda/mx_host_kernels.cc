@@ -583,7 +583,7 @@ uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t
   return digest(dw.data(), 4 * dw.size());
 }
 
-// Of kDgradDown.
+// Of kDgradDown, but for those of tokens on the N side and of strips.
 std::vector<uint32_t> barriers_of(const std::string& name) {
   using Config = MxConfig<kDgradDown>;
   using Group = GroupBarriers<Config>;
@@ -595,6 +595,11 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
   if (name == "joint") {  // what the first store warp waits for besides its own consumer
     std::vector<uint32_t> found;
     for (int unit = 0; unit < MxTokensNConfig::kMaxUnits; ++unit) found.push_back(written_barrier<MxTokensNConfig>(base, 1, unit));
+    return found;
+  }
+  if (name == "left") {
+    std::vector<uint32_t> found;
+    for (uint32_t i = 0; i < MxResidentConfig::kConsumers * MxResidentConfig::kMaxUnits; ++i) found.push_back(MxResidentConfig::left_barrier(base, 0, i));
     return found;
   }
   std::fprintf(stderr, "unknown barrier %s\n", name.c_str());

@@ -48,6 +48,7 @@ def run_shapes(unwritten: bool) -> None:
         w_gate_up, w_down = randn(experts, 2, f, d) * d**-0.5, randn(experts, d, f) * f**-0.5
         for mode, wgrad_bf16, save, way in (
             ("aligned", False, "gate_up", "dispatched"),
+            ("aligned", False, "gate_up", "resident_fp8"),
             ("aligned", True, "recompute", "resident_512"),
             ("aligned", False, "gate_up_mx", "dispatched"),  # continues a buffer
             ("exact", False, "gate_up", "resident_rows"),

@@ -55,6 +55,11 @@ FAULTS = [
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
     ("sync:fence", "down_tokens_n", "write by warp", "read by a bulk store"),
+    ("wait:left", "wgrad_gate_up_strips", "read by a bulk store", "write by warp"),  # the last tile's rows, on their way
+    ("store_wait_read", "wgrad_down_strips", "read by a bulk store", "write by warp"),
+    ("fence:store", "wgrad_down_strips", "write by warp", "read by a bulk store"),
+    ("sync:fence", "wgrad_gate_up_strips", "write by warp", "read by a bulk store"),
+    ("sync:wait", "wgrad_gate_up_strips", "read by warp", "write by the copy engine"),  # scales
 ]
 
 
@@ -84,6 +89,16 @@ MUTATIONS = {
         "finish_half<1, 1>(second, scales, empty);",
         "finish_half<1, 1>(second, Config::scales(base, ring.stage), empty);",
     ),
+    "a K block of a strip added before its products are done": (
+        "mx_resident.h",
+        "Isa::template mma_wait<1>();\n      add_next(even, a, one);",
+        "Isa::template mma_wait<2>();\n      add_next(even, a, one);",
+    ),
+    "columns of a strip given back a tile too early": (
+        "mx_resident.h",
+        "left + 1 - strip.k_blocks : 0;  // K blocks to be added",
+        "left + 1 - 2 * strip.k_blocks : 0;  // K blocks to be added",
+    ),
     "gate and up of other columns": (
         "gemm_tokens_n.h",
         "tile.n0 + 32 * p, tile.expert",
@@ -104,6 +119,6 @@ def test_emulator_notices(tmp_path, name):
     program = build_program(kernels)
     runs = [
         subprocess.run([str(program), kind, "1", "2", "3"], capture_output=True, text=True, timeout=240)
-        for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up", *TOKENS_N)
+        for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up", *TOKENS_N, *STRIPS)
     ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]

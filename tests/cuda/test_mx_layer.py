@@ -157,6 +157,17 @@ def test_every_way_of_a_bf16_weight_gradient_has_equal_bits(name, mode):
             assert torch.equal(tiles[k], other[k]), k
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_fp8_weight_gradients_in_strips_have_equal_bits(name):
+    p = Problem(name)
+    tiles, strips = (
+        p.run("aligned", dirt=dirt, ways={"wgrad_down": way, "wgrad_gate_up": way})
+        for way, dirt in (("dispatched", 0), ("resident_fp8", 0x7F))
+    )
+    for k in NAMES:
+        assert torch.equal(tiles[k], strips[k]), k
+
+
 @pytest.mark.parametrize("name", ["tiny_groups", "long_experts", "top_k", "outliers", "heavy_tails"])
 @pytest.mark.parametrize("save", ["gate_up", "gate_up_mx", "recompute"])
 @pytest.mark.parametrize("wgrad_bf16", [False, True], ids=["mx_wgrad", "bf16_wgrad"])

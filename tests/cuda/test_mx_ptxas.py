@@ -93,6 +93,18 @@ def test_one_half_of_the_tokens_is_multiplied_while_the_other_is_added(loops):
 
 
 @needs_nvcc
+def test_strips_multiply_one_k_block_while_they_add_another(loops):
+    strips = {name: found for name, found in loops.items() if "10MxResident" in name}
+    assert len(strips) == 2
+    for name, found in strips.items():
+        loop = min(found, key=len)  # the other one is over strips, around a last K block
+        assert len(loop) < 1000 and not [line for line in loop if re.search(r"\b(LDL|STL)\b", line)], name
+        words = ["product" if "QGMMA" in line else "wait" if "DEPBAR.LE gsb" in line else "" for line in loop]
+        assert [word for word in words if word] == (["product"] * 4 + ["wait"]) * 2, name
+        assert all("gsb0, 0x1" in line for line in loop if "DEPBAR.LE gsb" in line), (name, "one group goes on")
+
+
+@needs_nvcc
 @pytest.mark.parametrize("name", ["quantize_gathered", "quantize_rows", "quantize_tiles", "quantize_transposed"])
 def test_quantisers_spill_next_to_nothing(name, tmp_path):
     _, log = build(name, tmp_path)
@@ -105,6 +117,6 @@ def test_quantisers_spill_next_to_nothing(name, tmp_path):
 def test_instructions_stay_in_the_instruction_layer():
     """Roles and epilogues must also build for the host twin: no inline PTX and no CUDA built-ins outside isa/."""
     words = r"\basm\b|\bthreadIdx\b|\bblockIdx\b|__shfl|__sync|__device__|__shared__"
-    for name in ("mx_epilogue.h", "mx_roles.h", "mx_tokens_n.h"):
+    for name in ("mx_epilogue.h", "mx_roles.h", "mx_tokens_n.h", "mx_resident.h"):
         found = re.findall(words, (KERNELS / name).read_text())
         assert not found, (name, found)
