@@ -59,7 +59,7 @@ FAULTS = [
     ("store_wait_read", "wgrad_down_strips", "read by a bulk store", "write by warp"),
     ("fence:store", "wgrad_down_strips", "write by warp", "read by a bulk store"),
     ("sync:fence", "wgrad_gate_up_strips", "write by warp", "read by a bulk store"),
-    ("sync:wait", "wgrad_gate_up_strips", "read by warp", "write by the copy engine"),  # scales
+    ("sync:load", "wgrad_gate_up_strips", "read by warp", "write by the copy engine"),
 ]
 
 
