@@ -25,7 +25,16 @@ from tests.cuda.layer_oracle import (
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
 KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
-WAYS = ("auto", "dispatched", "gathered", "tokens_n", "gathered_n", "resident_512", "resident_rows", "resident_fp8")  # moe.h
+WAYS = (
+    "auto",
+    "dispatched",
+    "gathered",
+    "tokens_n",
+    "gathered_n",
+    "resident_512",
+    "resident_rows",
+    "resident_fp8",
+)  # moe.h
 RECIPES = ("bf16", "aligned", "exact")
 SAVES = ("nothing", "gate_up", "gate_up_mx")
 
@@ -41,7 +50,10 @@ def resident(what):
 def ways_of(kind, recipe, top_k, wgrad_bf16=False) -> list[str]:
     """The ways that a product has, besides auto."""
     if kind.startswith("wgrad"):
-        return ["dispatched", *(["resident_512", "resident_rows"] if recipe != "aligned" or wgrad_bf16 else ["resident_fp8"])]
+        return [
+            "dispatched",
+            *(["resident_512", "resident_rows"] if recipe != "aligned" or wgrad_bf16 else ["resident_fp8"]),
+        ]
     on_n = TOKENS_N_BF16 if recipe == "bf16" else TOKENS_N if recipe == "aligned" else {}
     on_n = kind in on_n and (top_k > 1 or kind in ("gate_up", "dgrad_down"))
     gathered = ["gathered", "gathered_n"] if recipe == "bf16" and kind == "gate_up" else []

@@ -55,7 +55,12 @@ FAULTS = [
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
     ("sync:fence", "down_tokens_n", "write by warp", "read by a bulk store"),
-    ("wait:left", "wgrad_gate_up_strips", "read by a bulk store", "write by warp"),  # the last tile's rows, on their way
+    (
+        "wait:left",
+        "wgrad_gate_up_strips",
+        "read by a bulk store",
+        "write by warp",
+    ),  # the last tile's rows, on their way
     ("store_wait_read", "wgrad_down_strips", "read by a bulk store", "write by warp"),
     ("fence:store", "wgrad_down_strips", "write by warp", "read by a bulk store"),
     ("sync:fence", "wgrad_gate_up_strips", "write by warp", "read by a bulk store"),
