@@ -95,7 +95,7 @@ template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_strip(const Task& task, const Arguments& args, uint32_t rank, Ring<Isa, Config>& ring,
                        Ring<Isa, typename Config::Columns>& columns) {
   const Strip<Config> strip(task, kKind, rank, args);
-  constexpr int kBoxes = Strip<Config>::kBoxes, kBoxBytes = Strip<Config>::kBoxBytes;
+  constexpr int kBoxBytes = Strip<Config>::kBoxBytes;
   wait_ready<Isa>(task, args);
   MOE_NO_UNROLL
   for (int t = 0; t < strip.tiles; ++t) {

@@ -330,7 +330,7 @@ MOE_FN void store_mx_strip(const MxStrip<kKind, Config>& strip, const Arguments&
         if (row < args.m_extent) {  // a multiple of 32
           MOE_UNROLL
           for (int r = 0; r < 16; ++r) {
-            Isa::store_bytes(to + static_cast<int64_t>(r) * args.n_extent, Config::staged_row(base, consumer, 16 * unit + r), 4 * columns);
+            Isa::store_bytes_once(to + static_cast<int64_t>(r) * args.n_extent, Config::staged_row(base, consumer, 16 * unit + r), 4 * columns);
           }
         }
         Isa::store_commit();

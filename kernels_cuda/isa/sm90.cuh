@@ -141,9 +141,11 @@ struct Sm90 {
                  "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
   }
-  // `bytes` neighbouring ones, a multiple of 16 like both addresses.
-  static MOE_FN void store_bytes(void* to, uint32_t from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  // `bytes` neighbouring ones, a multiple of 16 like both addresses. The first to leave L2, as with kOnce: nobody reads them soon.
+  static MOE_FN void store_bytes_once(void* to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from), "r"(bytes),
+                 "l"(0x12F0000000000000ull)
+                 : "memory");
   }
   static MOE_FN void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
   template <int kPending>

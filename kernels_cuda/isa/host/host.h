@@ -65,7 +65,7 @@ struct Host {
       });
     });
   }
-  static void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+  static void store_bytes_once(void* to, uint32_t from, uint32_t bytes) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || from % 16 != 0 || bytes % 16 != 0) host::fail("bulk copies are of 16 bytes, on 16 bytes");
     const int block = host::block();
     host::store_reads(from, bytes);
