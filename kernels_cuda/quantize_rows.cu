@@ -347,7 +347,7 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
   const unsigned blocks = static_cast<unsigned>(s.tokens + s.experts * kPaddingBlocks);
   const int top_k = static_cast<int>(s.top_k), pitch = static_cast<int>(token_code_pitch(s.d_model));
   const auto kernel = out.by_token ? dispatch_quantized_kernel<true> : dispatch_quantized_kernel<false>;
-  kernel<<<blocks, kThreads, sizeof(int32_t) * top_k, stream>>>(
+  kernel<<<blocks, kThreads, slot_table_bytes(top_k), stream>>>(
       reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(out.elements), out.token_codes, pitch,
       reinterpret_cast<uint4*>(out.rows_MxD), out.zero_rows_to, static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), top_k, plan);
   if (const Status status = launched("dispatch_quantized"); !status.ok()) return status;

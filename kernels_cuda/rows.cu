@@ -10,9 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Shared-memory table of one word per slot of a token, rounded up to 16 bytes: the compiler reads it in vectors.
-size_t slot_table_bytes(int64_t top_k) { return static_cast<size_t>((top_k + 3) / 4 * 16); }
-
 // The first E * kPaddingBlocks blocks zero the padding of their expert; they come first, so that no long block is left at the end.
 // The others take one token each: its row is read once and written K times.
 constexpr int kPaddingBlocks = 8;

@@ -5,6 +5,9 @@
 
 namespace moe {
 
+// Shared-memory table of one word per slot of a token, rounded up to 16 bytes: the compiler reads it in vectors.
+inline size_t slot_table_bytes(int64_t top_k) { return static_cast<size_t>((top_k + 3) / 4 * 16); }
+
 // rows_MxD[row_TxK[t, s]] = x_TxD[t] for every slot with a row, and zeros in the padded rows of each group up to a multiple of `zero_to`. Nothing
 // else is touched.
 Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream,

@@ -1,6 +1,7 @@
 """What racecheck says of a library, judged by the code it says it of. A report names a kernel and the offsets of two
-instructions; the disassembly (cuobjdump) shows what they are. `column_reuse` is the one kind of pair that is known to be
-ordered though the tool reports it (kernels_cuda/NOTES-mx.md, q7); whatever is not exactly that stays an error.
+instructions; the disassembly (cuobjdump) shows what they are. `column_reuse`, `weights_brought` and `dots_taken` are the kinds
+of pairs that are known to be ordered though the tool reports them (kernels_cuda/NOTES-mx.md, q7): a warp's accesses, its
+warp_sync, and the arrival of one of its lanes. Whatever is not exactly one of them stays an error.
 """
 
 import collections
@@ -73,22 +74,48 @@ class Code:
         return self._functions[names[0]] if len(names) == 1 else {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A read and a write of one kernel, with its instructions in order."""
+
+    read: int
+    write: int
+    lines: dict[int, str]
+
+    @classmethod
+    def of(cls, first: Access, second: Access, code: Code, kernel: str, read: str, write: str) -> "Pair | None":
+        """None unless the kernel's name has `kernel` in it and the two instructions begin as said."""
+        offsets = {access.kind: access.offset for access in (first, second)}
+        if kernel not in first.kernel or first.kernel != second.kernel or set(offsets) != {"Read", "Write"}:
+            return None
+        pair = cls(offsets["Read"], offsets["Write"], dict(sorted(code.instructions(first.kernel).items())))
+        begins = pair.lines.get(pair.read, "").startswith(read) and pair.lines.get(pair.write, "").startswith(write)
+        return pair if begins else None
+
+    def barriers(self, after: int, before: int) -> list[str]:
+        return [line for at, line in self.lines.items() if after < at < before and "SYNCS" in line]
+
+    def next_barrier(self, at: int) -> str:
+        return next(iter(self.barriers(at, max(self.lines) + 1)), "")
+
+    def last_barrier(self, at: int) -> str:
+        return next(reversed(self.barriers(-1, at)), "")
+
+
+def offset_in(line: str) -> str | None:
+    """Of the shared-memory address in an instruction, past registers."""
+    found = re.search(r"\[.*\+(0x[0-9a-f]+)\]", line)
+    return found and found[1]
+
+
 def column_reuse(first: Access, second: Access, code: Code) -> bool:
     """Whether a pair is the columns of dgrad-down (ColumnStrip in mx_epilogue.h), read by transposing ldmatrix and later
     overwritten: between the two, the code has an arrival on one barrier and the wait for it, and no other barrier."""
-    if "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2," not in first.kernel or first.kernel != second.kernel:
+    kernel = "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2,"
+    pair = Pair.of(first, second, code, kernel, "LDSM.16.MT88.4", "STS.64")
+    if pair is None:
         return False
-    accesses = {access.kind: access.offset for access in (first, second)}
-    if set(accesses) != {"Read", "Write"}:
-        return False
-    lines = code.instructions(first.kernel)
-    if not lines.get(accesses["Read"], "").startswith("LDSM.16.MT88.4") or not lines.get(
-        accesses["Write"], ""
-    ).startswith("STS.64"):
-        return False
-    between = [
-        line for at, line in sorted(lines.items()) if accesses["Read"] < at < accesses["Write"] and "SYNCS" in line
-    ]
+    between = pair.barriers(pair.read, pair.write)
     barriers = [re.search(r"\[(\w+\+0x[0-9a-f]+)\]", line) for line in between]
     return (
         len(between) == 2
@@ -97,6 +124,34 @@ def column_reuse(first: Access, second: Access, code: Code) -> bool:
         and all(barriers)
         and barriers[0][1] == barriers[1][1]
     )
+
+
+def weights_brought(first: Access, second: Access, code: Code) -> bool:
+    """Whether a pair is the combine weights of dgrad-down (mx_epilogue.h), which the store warp writes and consumers read
+    from the same table: after the write comes an arrival on a barrier, and the read follows the wait for it. The next tile's
+    are written behind `written`, on which consumers arrive behind a fence."""
+    pair = Pair.of(first, second, code, "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2,", "LDS R", "STS [")
+    if pair is None:
+        return False
+    arrival, wait = pair.next_barrier(pair.write), pair.last_barrier(pair.read)
+    return (
+        offset_in(pair.lines[pair.read]) == offset_in(pair.lines[pair.write]) is not None
+        and ".ARRIVE." in arrival
+        and ".PHASECHK." in wait
+        and offset_in(arrival) == offset_in(wait) is not None
+    )
+
+
+def dots_taken(first: Access, second: Access, code: Code) -> bool:
+    """Whether a pair is what d(weight) is made of (dgrad-down in gemm_tokens_n.h), read by the store warp from a stage and
+    written by consumers when the stage has come round: after the read the stage is given back to both blocks (two arrivals
+    elsewhere in the cluster), and the write follows a wait, for the full stage."""
+    pair = Pair.of(first, second, code, "::grouped_gemm<moe::TokensN<(moe::Kind)2,", "LDS.128", "STS [")
+    if pair is None:
+        return False
+    arrivals = pair.barriers(pair.read, max(pair.lines) + 1)[:2]
+    given_back = len(arrivals) == 2 and all("SYNCS.ARRIVE.TRANS64.RED.ART0" in line for line in arrivals)
+    return given_back and ".PHASECHK." in pair.last_barrier(pair.write)
 
 
 def judge(log: str, library: pathlib.Path, misread=(column_reuse,)) -> tuple[dict[str, int], list[str]]:
