@@ -18,10 +18,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "kernels_cu
 import race_reports
 import sanitize
 
-SHAPES = [
+SHAPES = [  # T, K, E, D, F
     (65, 2, 3, 160, 96),
-    (300, 1, 1, 96, 160),
-]  # T, K, E, D, F; the second has three K blocks in a weight gradient
+    (300, 1, 1, 96, 160),  # three K blocks in a weight gradient
+    (40, 3, 4, 64, 32),  # three rows a token: columns quantised from tokens that are kept (quantize_gathered.cu)
+]
 READERS = ("quantize_tile", "combine_kernel")  # of what bulk tensor stores wrote
 MISREAD = (race_reports.column_reuse, race_reports.weights_brought)  # by racecheck
 
