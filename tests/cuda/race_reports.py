@@ -143,7 +143,7 @@ def weights_brought(first: Access, second: Access, code: Code) -> bool:
 
 
 def dots_taken(first: Access, second: Access, code: Code) -> bool:
-    """Whether a pair is what d(weight) is made of (dgrad-down in gemm_tokens_n.h), read by the store warp from a stage and
+    """Whether a pair is what d(weight) is made of (dgrad-down in tokens_n_results.h), read by the store warp from a stage and
     written by consumers when the stage has come round: after the read the stage is given back to both blocks (two arrivals
     elsewhere in the cluster), and the write follows a wait, for the full stage."""
     pair = Pair.of(first, second, code, "::grouped_gemm<moe::TokensN<(moe::Kind)2,", "LDS.128", "STS [")

@@ -14,6 +14,7 @@ UNITS = {"hopper": ["gemm_kernels.cu", "mx_gemm_kernels.cu"], "blackwell": ["sm1
 # side, an operand at rest, FP8 promoted in registers.
 PROGRAMS = {
     *("gemm_gather.h", "gemm_tokens_n.h", "gemm_resident.h", "gemm_resident_rows.h"),
+    *("tokens_n_shape.h", "tokens_n_load.h", "tokens_n_results.h"),
     *("mx_roles.h", "mx_tokens_n.h", "mx_epilogue.h", "mx_resident.h"),
 }
 # Host side of a launch.
