@@ -105,7 +105,7 @@ MUTATIONS = {
         "left + 1 - 2 * strip.k_blocks : 0;  // K blocks to be added",
     ),
     "gate and up of other columns": (
-        "gemm_tokens_n.h",
+        "tokens_n_load.h",
         "tile.n0 + 32 * p, tile.expert",
         "tile.n0 + 16 * p, tile.expert",
     ),
