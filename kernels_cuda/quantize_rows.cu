@@ -5,6 +5,7 @@
 
 #include "kernel_check.h"
 #include "quantize.h"
+#include "rows.h"
 
 namespace moe {
 
