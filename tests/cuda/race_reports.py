@@ -128,30 +128,37 @@ def column_reuse(first: Access, second: Access, code: Code) -> bool:
 
 def weights_brought(first: Access, second: Access, code: Code) -> bool:
     """Whether a pair is the combine weights of dgrad-down (mx_epilogue.h), which the store warp writes and consumers read
-    from the same table: after the write comes an arrival on a barrier, and the read follows the wait for it. The next tile's
-    are written behind `written`, on which consumers arrive behind a fence."""
+    from the same table. Ordered both ways: the store warp arrives on a barrier after the write, and the read follows the wait
+    for it; consumers arrive on another one after the read, and the store warp waits for that before the next tile's.
+    """
     pair = Pair.of(first, second, code, "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2,", "LDS R", "STS [")
     if pair is None:
         return False
-    arrival, wait = pair.next_barrier(pair.write), pair.last_barrier(pair.read)
+    wait, behind = pair.last_barrier(pair.read), pair.barriers(pair.write, max(pair.lines) + 1)
+    arrivals = [offset_in(line) for line in pair.barriers(pair.read, pair.write) if ".ARRIVE." in line]
     return (
         offset_in(pair.lines[pair.read]) == offset_in(pair.lines[pair.write]) is not None
-        and ".ARRIVE." in arrival
         and ".PHASECHK." in wait
-        and offset_in(arrival) == offset_in(wait) is not None
+        and len(behind) > 1
+        and ".ARRIVE." in behind[0]
+        and offset_in(behind[0]) == offset_in(wait) is not None
+        and ".PHASECHK." in behind[1]
+        and offset_in(behind[1]) in arrivals
+        and offset_in(behind[1]) is not None
     )
 
 
 def dots_taken(first: Access, second: Access, code: Code) -> bool:
     """Whether a pair is what d(weight) is made of (dgrad-down in tokens_n_results.h), read by the store warp from a stage and
-    written by consumers when the stage has come round: after the read the stage is given back to both blocks (two arrivals
-    elsewhere in the cluster), and the write follows a wait, for the full stage."""
+    written by consumers, who wait for a full stage before and arrive on a barrier of their own block after the write. The read
+    follows a wait; after it the stage is given back to both blocks (two arrivals elsewhere in the cluster)."""
     pair = Pair.of(first, second, code, "::grouped_gemm<moe::TokensN<(moe::Kind)2,", "LDS.128", "STS [")
     if pair is None:
         return False
     arrivals = pair.barriers(pair.read, max(pair.lines) + 1)[:2]
     given_back = len(arrivals) == 2 and all("SYNCS.ARRIVE.TRANS64.RED.ART0" in line for line in arrivals)
-    return given_back and ".PHASECHK." in pair.last_barrier(pair.write)
+    waits = all(".PHASECHK." in pair.last_barrier(at) for at in (pair.read, pair.write))
+    return given_back and waits and "SYNCS.ARRIVE.TRANS64.A1T0" in pair.next_barrier(pair.write)
 
 
 def judge(log: str, library: pathlib.Path, misread=(column_reuse,)) -> tuple[dict[str, int], list[str]]:

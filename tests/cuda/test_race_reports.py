@@ -60,14 +60,18 @@ def test_other_pairs_are_not(report, lines):
     assert not column_reuse(first, second, lines)
 
 
-def weights_code(arrive="[R27+URZ+0x38320]", wait="[UR27+0x38320]", read="LDS R24, [R24+UR22+0x38600]"):
+def weights_code(
+    arrive="[R27+URZ+0x38320]", wait="[UR27+0x38320]", read="LDS R24, [R24+UR22+0x38600]", taken="[R16+URZ+0x38040]"
+):
     lines = [
         (0x10, f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0, {wait}, R24"),
         (0x20, read),
         (0x30, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR27+0x38080], R32"),
         (0x40, "LDS R24, [R24+UR22+0x38600]"),
+        (0x48, f"@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, {taken}, RZ"),
         (0x50, "STS [R25+0x38600], R30"),
         (0x60, f"@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, {arrive}, RZ"),
+        (0x70, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R4+URZ+0x38040], R9"),
     ]
     return disassembly(NAME, lines)
 
@@ -84,6 +88,7 @@ def test_weights_behind_their_barrier_are_known():
         (0x40, weights_code()),  # behind another barrier
         (0x20, weights_code(wait="[UR27+0x38328]")),
         (0x20, weights_code(arrive="[R27+URZ+0x38328]")),
+        (0x20, weights_code(taken="[R16+URZ+0x38048]")),  # the next tile's may come too early
         (0x20, weights_code(read="LDS R24, [R24+UR22+0x38680]")),  # another table
         (0x20, weights_code(read="LDS.128 R24, [R24+UR22+0x38600]")),
     ],
@@ -97,11 +102,21 @@ DOTS_KERNEL = "void moe::<unnamed>::grouped_gemm<moe::TokensN<(moe::Kind)2, (boo
 DOTS_NAME = "_ZN3moe2_Ngrouped_gemmINS_7TokensNILNS_4KindE2ELb1ENS_4Sm90EEEEEvNS_5BatchE"
 
 
-def dots_code(before="SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR11+0x38000], R7", after="SYNCS.ARRIVE.TRANS64.RED.ART0"):
+WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0,"
+ARRIVE = "@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ,"
+
+
+def dots_code(
+    before=f"{WAIT} [UR11+0x38000], R7",
+    written=f"{ARRIVE} [UR4+0x38040], RZ",
+    wait=f"{WAIT} [R3+URZ+0x38040], R2",
+    after="SYNCS.ARRIVE.TRANS64.RED.ART0",
+):
     lines = [
         (0x10, before),
         (0x20, "STS [R27+0xc000], R20"),
-        (0x30, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ+0x38040], R2"),
+        (0x28, written),
+        (0x30, wait),
         (0x40, "LDS.128 R16, [R2]"),
         (0x50, f"@!P0 {after} RZ, [R3+URZ], R16"),
         (0x60, "@!P0 SYNCS.ARRIVE.TRANS64.RED.ART0 RZ, [R2+URZ], R16"),
@@ -122,6 +137,8 @@ def test_dots_of_a_stage_that_is_given_back_are_known():
         (0x40, DOTS_KERNEL.replace("Kind)2", "Kind)3"), dots_code()),
         (0x40, DOTS_KERNEL, dots_code(before="SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R4+URZ], RZ")),  # no stage waited for
         (0x40, DOTS_KERNEL, dots_code(after="SYNCS.ARRIVE.TRANS64.A1T0")),  # given to itself
+        (0x40, DOTS_KERNEL, dots_code(written=f"{WAIT} [R4+URZ+0x38020], R3")),  # a table of the gathering warp
+        (0x40, DOTS_KERNEL, dots_code(wait=f"{ARRIVE} [R3+URZ+0x38040], RZ")),  # nothing waited for
     ],
 )
 def test_other_reads_of_dots_are_not(read, kernel, lines):
