@@ -127,3 +127,10 @@ def test_emulator_notices(tmp_path, name):
         for kind in ("gate_up", "dgrad_down", "dgrad_gate_up", "wgrad_gate_up", *TOKENS_N, *STRIPS)
     ]
     assert any(r.returncode != 0 for r in runs), [r.stdout for r in runs]
+
+
+def test_eight_columns_in_a_warp_have_the_bits_of_the_definition():
+    sources, flags, headers = emulator(ROOT / "tests" / "cuda" / "columns_host.cc", ["-O2", "-ffp-contract=off"])
+    program = build([*sources, ROOT / "tests" / "cuda" / "mx_math.cc"], flags, headers)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -40,6 +40,15 @@ struct Host {
   }
   template <int kShift>
   static void wait_tick() {}  // any time will do
+  static bool any(bool condition) {
+    bool pair[2] = {condition, false};
+    warp("vote.any", 0, pair, [](void** data) {
+      bool found = false;
+      for (int l = 0; l < 32; ++l) found |= static_cast<bool*>(data[l])[0];
+      for (int l = 0; l < 32; ++l) static_cast<bool*>(data[l])[1] = found;
+    });
+    return pair[1];
+  }
   static void cluster_sync() { host::cluster_sync(); }
 
   // --- bulk tensor copies ---
