@@ -21,7 +21,9 @@ import sanitize
 SHAPES = [  # T, K, E, D, F
     (65, 2, 3, 160, 96),
     (300, 1, 1, 96, 160),  # three K blocks in a weight gradient
-    (40, 3, 4, 64, 32),  # three rows a token: columns quantised from tokens that are kept (quantize_gathered.cu)
+    # Three rows a token and whole tiles of columns: columns quantised from tokens that are kept (quantize_gathered.cu), of
+    # both sources two slices in some of 132 blocks.
+    (40, 3, 4, 640, 32),
 ]
 READERS = ("quantize_tile", "combine_kernel")  # of what bulk tensor stores wrote
 MISREAD = (race_reports.column_reuse, race_reports.weights_brought)  # by racecheck
