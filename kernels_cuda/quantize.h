@@ -40,7 +40,7 @@ struct QuantizeSource {
   bool fp32 = false;
   int64_t batch = 1, rows = 0, columns = 0;  // columns: a multiple of 32
   // Grouped rows (R = M of the plan): a row without a slot counts as zero and is not read; a whole tile of 128 rows without one is left
-  // alone. With gather > 0, row m is row slot_M[m] / gather of `data`, so tokens are read where they are.
+  // alone. With gather > 0, row m is row slot_M[m] / gather of `data`, so tokens are read where they are; slot_M is then aligned to 16 bytes.
   const int32_t* slot_M = nullptr;
   int64_t gather = 0;
   int64_t tokens = 0;  // with gather: the rows of `data`, or 0 if that is not said; a kernel that keeps all of them in shared memory asks

@@ -289,6 +289,7 @@ Status check(const QuantizeSource& s, const MxOutput& rows, const MxOutput& colu
   for (const void* pointer : {s.data, static_cast<const void*>(rows.elements), static_cast<const void*>(columns.elements)}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return {"quantize: source and elements must be aligned to 16 bytes"};
   }
+  if (s.gather > 0 && reinterpret_cast<uintptr_t>(s.slot_M) % 16 != 0) return {"quantize: slot_M must be aligned to 16 bytes"};  // read in vectors
   for (const MxOutput* out : {&rows, &columns}) {
     const bool needs_codes = out->form != Form::kNone && out->form != Form::kDequantized;
     if (out->form != Form::kNone && out->elements == nullptr) return {"quantize: an output without elements"};

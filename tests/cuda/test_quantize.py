@@ -297,3 +297,6 @@ def test_bad_shapes_are_refused(lib):
     x = torch.zeros(1, 20, 64, device="cuda")
     with pytest.raises(RuntimeError, match="rows is 20, must be a multiple of 16"):
         quantize(lib, x, Output(lib, (1, 20, 64), True, "none"), Output(lib, (1, 20, 64), False, "mx", "plain", True))
+    slot_M = torch.zeros(129, dtype=torch.int32, device="cuda")[1:]
+    with pytest.raises(RuntimeError, match="slot_M must be aligned to 16 bytes"):
+        quantize(lib, x, Output(lib, (1, 128, 64), True), Output(lib, (1, 128, 64), False, "none"), slot_M, 2, 128)
