@@ -5,9 +5,10 @@
 // run on FP8 tensor cores; what is stored are the re-based bytes. kExact: operands keep their scales per 32 and are dequantised to BF16,
 // exactly, for BF16 tensor cores: the numerics of block-scaled hardware up to FP32 summation.
 //
-// Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched; for weight gradients resident, of BF16 operands resident_512 and resident_rows, of FP8 ones resident_fp8;
-// kAligned: dgrad_down gathered (no more tokens than M, 4 GiB of them in FP8); and, but for down and dgrad_gate_up with one expert per token,
-// gate_up, down and dgrad_gate_up with tokens on the N side. Unlike in moe.h a workspace is for the ways it was measured with.
+// Letters as in moe.h. D and F: multiples of 32. Ways (LayerShape): dispatched; for weight gradients of BF16 operands resident_512 and
+// resident_rows, of FP8 ones resident_fp8; kAligned: dgrad_down gathered (no more tokens than M, 4 GiB of them in FP8); and, but for down
+// and dgrad_gate_up with one expert per token, gate_up, down and dgrad_gate_up with tokens on the N side. Unlike in moe.h a workspace is
+// for the ways it was measured with.
 #pragma once
 
 #include "moe.h"

@@ -165,11 +165,6 @@ struct Sm90 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
   }
 
-  static MOE_FN void gather_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  template <int kPending>
-  static MOE_FN void gather_wait_but() {  // until all but this lane's newest kPending groups have landed
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-  }
   static MOE_FN void gather_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // until this lane's gathers have landed
 
   // --- tensor cores --------------------------------------------------------------------------------------------------------

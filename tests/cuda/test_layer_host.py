@@ -270,6 +270,13 @@ def test_a_layer_without_experts_is_refused(library, recipe):
     "recipe, ways, message",
     [
         ("bf16", {"down": "gathered"}, "way 2 is not one that the down product of this shape has"),
+        ("bf16", {"wgrad_down": "resident_fp8"}, "way 7 is not one that the wgrad_down product of this shape has"),
+        (
+            "exact",
+            {"wgrad_gate_up": "resident_fp8"},
+            "way 7 is not one that the wgrad_gate_up product of this shape has in MXFP8",
+        ),
+        ("aligned", {"down": "resident_fp8"}, "way 7 is not one that the down product of this shape has in MXFP8"),
         ("aligned", {"gate_up": "gathered"}, "way 2 is not one that the gate_up product of this shape has in MXFP8"),
         ("exact", {"dgrad_down": "gathered"}, "way 2 is not one that the dgrad_down product"),
         ("aligned", {"wgrad_down": "resident_512"}, "way 5 is not one that the wgrad_down product"),
