@@ -50,8 +50,8 @@ build_program() {  # output, extra options...
   local output=$1; shift
   rm -f "$output"  # an older build must not be what is tested
   run "build $(basename "$output")" "$nvcc" -std=c++17 -O3 -gencode arch=compute_100f,code=sm_100f "$@" -I"$kernels" -Itests/cuda \
-    "$kernels/sm100_kernels.cu" "$kernels/task_list.cu" "$kernels/quantize_rows.cu" "$kernels/quantize_tiles.cu" \
-    "$kernels/quantize_transposed.cu" tests/cuda/sm100_device.cc "$kernels/tensor_map.cc" -o "$output"
+    "$kernels/sm100_kernels.cu" "$kernels/task_list.cu" "$kernels/quantize_gathered.cu" "$kernels/quantize_rows.cu" \
+    "$kernels/quantize_tiles.cu" "$kernels/quantize_transposed.cu" tests/cuda/sm100_device.cc "$kernels/tensor_map.cc" -o "$output"
 }
 
 sanitizer=$(command -v compute-sanitizer || echo "$toolkit/bin/compute-sanitizer")
