@@ -249,9 +249,9 @@ MOE_FN void signal_strip(const Task& task, const Arguments& args, uint32_t share
   if (Isa::lane_index() == 0) Isa::add_release(args.signals + task.signal, 1);
 }
 
-// The roles of a block that runs strips, for run_roles.
-template <Kind kKind, class Isa, class Config_>
-struct Resident {
+// What the roles of a block with columns at rest have in common, whatever their operands are (mx_resident.h).
+template <class Isa, class Config_>
+struct ColumnsAtRest {
   using Config = Config_;
   using Columns = Ring<Isa, typename Config::Columns>;
   static constexpr bool kFourthWarp = false;
@@ -269,6 +269,16 @@ struct Resident {
       ring.advance();
     }
   }
+  template <class Batch>
+  static MOE_FN void gather(const Batch&, uint32_t) {}
+};
+
+// The roles of a block that runs strips, for run_roles.
+template <Kind kKind, class Isa, class Config_>
+struct Resident : ColumnsAtRest<Isa, Config_> {
+  using Config = Config_;
+  using typename ColumnsAtRest<Isa, Config>::Columns;
+  using ColumnsAtRest<Isa, Config>::columns;
 
   template <class Batch>
   static MOE_FN void load(const Batch& batch, uint32_t base) {
@@ -276,8 +286,6 @@ struct Resident {
     Columns b = columns(base);
     for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { load_strip<kKind, Isa, Config>(task, args, Isa::cluster_rank(), ring, b); });
   }
-  template <class Batch>
-  static MOE_FN void gather(const Batch&, uint32_t) {}
   template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     uint32_t strips = 0;

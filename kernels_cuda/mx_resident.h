@@ -347,34 +347,25 @@ MOE_FN void store_mx_strip(const MxStrip<kKind, Config>& strip, const Arguments&
 
 // The roles of a block that runs strips, for run_roles.
 template <Kind kKind, class Isa, class Config_ = MxResidentConfig>
-struct MxResident {
+struct MxResident : ColumnsAtRest<Isa, Config_> {
   using Config = Config_;
-  using Columns = Ring<Isa, typename Config::Columns>;
+  using typename ColumnsAtRest<Isa, Config>::Columns;
+  using ColumnsAtRest<Isa, Config>::columns;
   static_assert(Config::kStages >= 3 && Config::Columns::kStages >= 3, "a consumer waits for a K block while it holds two");
-  static constexpr bool kFourthWarp = false;
-  template <class Batch>
-  static MOE_FN uint32_t full_arrivals(const Batch&) {
-    return 1;
-  }
 
-  static MOE_FN Columns columns(uint32_t base) { return Columns(base + Config::kColumnsOffset); }
   static MOE_FN void init(uint32_t base) {
-    Columns ring = columns(base);
-    for (int s = 0; s < Config::Columns::kStages; ++s) {
-      Isa::barrier_init(ring.full(), 1);
-      Isa::barrier_init(ring.empty(), Config::kConsumers * 4);
-      ring.advance();
-    }
+    ColumnsAtRest<Isa, Config>::init(base);
     for (uint32_t i = 0; i < Config::kConsumers * Config::kMaxUnits; ++i) Isa::barrier_init(Config::left_barrier(base, 0, i), 1);
   }
 
-  // f(strip, arguments) for this block's cluster: every n-th strip of the list, and of those left after whole rounds an equal share of the tiles. The
-  // next task is not read ahead: consumers have no registers for it, and the loader runs ahead of them.
+  // f(strip, arguments) for this block's cluster: every n-th strip of the list, and of those left after whole rounds an equal share of the tiles, unless
+  // somebody waits for them. The next task is not read ahead: consumers have no registers for it, and the loader runs ahead of them.
   template <class Batch, class F>
   static MOE_FN void each_strip(const Batch& batch, F f) {
     const auto& args = batch.kinds[0];
     const int all = (kKind == kWgradGateUp ? 2 : 1) * div_up(args.m_extent, Config::kTileM), tiles = all < Config::kStripTiles ? all : Config::kStripTiles;
-    const int count = *batch.num_tasks, clusters = Isa::num_clusters(), index = Isa::cluster_index(), left = count % clusters;
+    const int count = *batch.num_tasks, clusters = Isa::num_clusters(), index = Isa::cluster_index();
+    const int left = count % clusters > 0 && batch.tasks[count - 1].signal < 0 ? count % clusters : 0;
     const int share_end = (index + 1) * left * tiles / clusters;
     int next = index, shared = index * left * tiles / clusters;
     MOE_NO_UNROLL
@@ -398,11 +389,15 @@ struct MxResident {
     each_strip(batch, [&](const auto& strip, const auto& args) { load_mx_strip<kKind, Isa, Config>(strip, args, Isa::cluster_rank(), ring, b); });
   }
   template <class Batch>
-  static MOE_FN void gather(const Batch&, uint32_t) {}
-  template <class Batch>
   static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
     uint32_t tiles = 0;
-    each_strip(batch, [&](const auto& strip, const auto& args) { store_mx_strip<kKind, Isa, Config>(strip, args, base, consumer, tiles); });
+    each_strip(batch, [&](const auto& strip, const auto& args) {
+      store_mx_strip<kKind, Isa, Config>(strip, args, base, consumer, tiles);
+      if (strip.task.signal >= 0 && Isa::lane_index() == 0) {
+        Isa::store_wait_done();
+        Isa::add_release(args.signals + strip.task.signal, 1);
+      }
+    });
     if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
   }
   template <class Batch>
