@@ -8,6 +8,7 @@
 #include "isa/sm90.cuh"
 #include "kernel_check.h"
 #include "quantize_columns.h"
+#include "quantize_gathered.h"
 #include "quantize_tile.h"
 
 namespace moe {

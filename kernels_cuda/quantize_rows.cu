@@ -5,13 +5,12 @@
 
 #include "kernel_check.h"
 #include "quantize.h"
+#include "quantize_gathered.h"
 #include "rows.h"
 
 namespace moe {
 
 Status quantize_tiles(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns, cudaStream_t stream);
-bool can_keep_tokens(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns);
-Status quantize_kept_tokens(const QuantizeSource* sources, const MxOutput* by_columns, int count, cudaStream_t stream);
 
 namespace {
 

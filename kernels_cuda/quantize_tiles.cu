@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "kernel_check.h"
+#include "quantize_gathered.h"
 #include "quantize_tile.h"
 
 namespace moe {
@@ -15,8 +16,6 @@ namespace moe {
 // quantize_transposed.cu: BF16, transposed columns.
 bool has_transposed_form(Form row, Form column);
 Status quantize_transposed_tiles(const TileParams& p, Form row, Form column, unsigned blocks, cudaStream_t stream);
-bool can_keep_tokens(const QuantizeSource& source, const MxOutput& by_rows, const MxOutput& by_columns);
-Status quantize_kept_tokens(const QuantizeSource* sources, const MxOutput* by_columns, int count, cudaStream_t stream);
 
 namespace {
 

@@ -10,6 +10,8 @@ import pytest
 
 from moejax.config import ActivationConfig
 from moejax.native.cuda_calls import _activation
+from moejax.native.ways import PRODUCTS as KINDS
+from moejax.native.ways import WAYS
 from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator
 from tests.cuda.layer_oracle import (
     BIAS_NAMES,
@@ -24,17 +26,6 @@ from tests.cuda.layer_oracle import (
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
-KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up")
-WAYS = (
-    "auto",
-    "dispatched",
-    "gathered",
-    "tokens_n",
-    "gathered_n",
-    "resident_512",
-    "resident_rows",
-    "resident_fp8",
-)  # moe.h
 RECIPES = ("bf16", "aligned", "exact")
 SAVES = ("nothing", "gate_up", "gate_up_mx")
 
