@@ -1,12 +1,13 @@
 """What racecheck says of a library, judged by the code it says it of. A report names a kernel and the offsets of two
-instructions; the disassembly (cuobjdump) shows what they are. `column_reuse`, `weights_brought` and `dots_taken` are the kinds
-of pairs that are known to be ordered though the tool reports them (kernels_cuda/NOTES-mx.md, q7): a warp's accesses, its
-warp_sync, and the arrival of one of its lanes. Whatever is not exactly one of them stays an error.
+instructions; the disassembly (cuobjdump) shows what they are. `column_reuse`, `weights_brought`, `dots_taken` and `codes_taken`
+are the kinds of pairs that are known to be ordered though the tool reports them (kernels_cuda/NOTES-mx.md, q7): a warp's
+accesses, its warp_sync, and the arrival of one of its lanes. Whatever is not exactly one of them stays an error.
 """
 
 import collections
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 import shutil
@@ -54,13 +55,15 @@ class Code:
     @classmethod
     @functools.lru_cache(maxsize=1)
     def of(cls, library: pathlib.Path) -> "Code":
-        """Raises RuntimeError where there is no cuobjdump: on PATH, in the toolkit, or of the package nvidia-cuda-cuobjdump."""
+        """Raises RuntimeError without the library, or a cuobjdump: on PATH, in the toolkit, or of nvidia-cuda-cuobjdump."""
         places = f"/usr/local/cuda/bin:{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin"
         tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=places)
         if tool is None:
             raise RuntimeError(
                 "racecheck reported something, and no cuobjdump shows what: pip install nvidia-cuda-cuobjdump"
             )
+        if not library.exists():
+            raise RuntimeError(f"racecheck reported something, and there is no {library} to show what: make cuda")
         command = [tool, "-arch", "sm_90a", "-sass", str(library)]
         return cls(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -159,6 +162,51 @@ def dots_taken(first: Access, second: Access, code: Code) -> bool:
     given_back = len(arrivals) == 2 and all("SYNCS.ARRIVE.TRANS64.RED.ART0" in line for line in arrivals)
     waits = all(".PHASECHK." in pair.last_barrier(at) for at in (pair.read, pair.write))
     return given_back and waits and "SYNCS.ARRIVE.TRANS64.A1T0" in pair.next_barrier(pair.write)
+
+
+def codes_taken(first: Access, second: Access, code: Code) -> bool:
+    """Whether a pair is the scale codes of a tile's rows (RowCodes in mx_roles.h), which consumers of gate/up and dgrad-down
+    read from a stage and the kernel's only bulk copy overwrites with those of a later K block. After the wait for a full stage
+    comes the read; an instruction that uses what was read, so that nothing of it is under way; the warp's warp_sync; an arrival
+    elsewhere in the cluster. The loader waits for that same barrier, counts its bytes on the one of the full stage, and copies.
+    """
+    kernels = (f"mx_grouped_gemm<moe::MxRoles<(moe::Kind){kind}," for kind in (0, 2))
+    pairs = (Pair.of(first, second, code, kernel, "LDS.U8 R", "UBLKCP.S.G [") for kernel in kernels)
+    pair = next((pair for pair in pairs if pair), None)
+    if pair is None or sum("UBLKCP" in line for line in pair.lines.values()) != 1:
+        return False
+    behind = [line for at, line in pair.lines.items() if at > pair.read]
+    ahead = list(itertools.takewhile(lambda line: "SYNCS.ARRIVE" not in line, behind))
+    arrival = re.fullmatch(
+        r"@!P\d SYNCS\.ARRIVE\.TRANS64\.RED\.A1T0 RZ, \[(R\d+)\+URZ\], RZ", "".join(behind[len(ahead) :][:1])
+    )
+    value = re.match(r"LDS\.U8 (R\d+),", pair.lines[pair.read])[1]
+    use = next((i for i, line in enumerate(ahead) if re.search(rf"\b{value}\b", line)), None)
+    if arrival is None or use is None:
+        return False
+    used = re.match(rf"[A-Z].*, {value}\b", ahead[use]) and not any("BRA" in line for line in ahead[:use])
+    synced = any(line == "NOP" or line.startswith("WARPSYNC") for line in ahead[use:])
+    # The arrival's address: of a barrier of this block, moved to the other's.
+    address = "\n".join([line for line in ahead if re.search(rf"\b{arrival[1]}\b", line)][-2:])
+    empty = re.fullmatch(
+        rf"@!P\d VIADD {arrival[1]}, R\d+, (0x[0-9a-f]+)\n@!P\d PRMT {arrival[1]}, R\d+, 0x654, {arrival[1]}", address
+    )
+    loader = pair.barriers(-1, pair.write)[-2:]
+    if not used or not synced or empty is None or len(loader) != 2:
+        return False
+    full = offset_in(loader[1])
+    return (
+        ".PHASECHK." in loader[0]
+        and offset_in(loader[0]) == empty[1]
+        and loader[1].startswith("SYNCS.ARRIVE.TRANS64 RZ,")
+        and full not in (None, empty[1])
+        and all(
+            ".PHASECHK." in line and offset_in(line) == full
+            for line in [pair.last_barrier(pair.read), *ahead]
+            if "SYNCS" in line
+        )
+        and ".PHASECHK." in pair.last_barrier(pair.read)
+    )
 
 
 def judge(log: str, library: pathlib.Path, misread=(column_reuse,)) -> tuple[dict[str, int], list[str]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda.race_reports import Code, column_reuse, dots_taken, pairs_of, weights_brought
+from tests.cuda.race_reports import Code, codes_taken, column_reuse, dots_taken, pairs_of, weights_brought
 
 KERNEL = (
     "void moe::<unnamed>::mx_grouped_gemm<moe::MxRoles<(moe::Kind)2, (bool)1, moe::Sm90Mx>>"
@@ -144,6 +144,99 @@ def test_dots_of_a_stage_that_is_given_back_are_known():
 def test_other_reads_of_dots_are_not(read, kernel, lines):
     ((first, second),) = pairs_of(log(read=read, write=0x20, kernel=kernel))
     assert not dots_taken(first, second, lines)
+
+
+CODES_SYNC = "NOP"
+CODES_BACK = "@!P0 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R14+URZ], RZ"
+
+
+def codes_code(
+    seen=f"{WAIT} [UR12+0x38000], R3",
+    read="LDS.U8 R13, [R21+UR14]",
+    between="ULOP3.LUT UR14, UR32, 0x10006, URZ, 0xfc, !UPT",
+    use="IMAD.IADD R220, R12.reuse, 0x1, R13",
+    following=f"{WAIT} [UR12+0x38000], R221",
+    empty="0x38020",
+    moved="@!P0 PRMT R14, R19, 0x654, R14",
+    sync=CODES_SYNC,
+    back=CODES_BACK,
+    wait=f"{WAIT} [R11+URZ+0x38020], R8",
+    counted="SYNCS.ARRIVE.TRANS64 RZ, [R11+URZ+0x38000], R22",
+    panel="UTMALDG.4D [UR16], [UR14]",
+    kind=0,
+):
+    lines = [
+        (0x10, seen),
+        (0x20, read),
+        (0x28, between),
+        (0x30, use),
+        (0x38, following),
+        (0x40, f"@!P0 VIADD R14, R13, {empty}"),
+        (0x48, moved),
+        (0x50, sync),
+        (0x58, back),
+        (0x60, "IMAD.IADD R220, R12, 0x1, R13"),
+        (0x68, "NOP"),
+        (0x70, wait),
+        (0x80, counted),
+        (0x90, panel),
+        (0xA0, "UBLKCP.S.G [UR8], [UR10], UR5"),
+        (0xB0, "LDS.U8 R13, [R21+UR14]"),
+    ]
+    return disassembly(NAME.replace("KindE2", f"KindE{kind}"), lines)
+
+
+def codes_log(kind=0, read=0x20, write=0xA0):
+    return log(read=read, write=write, kernel=KERNEL.replace("Kind)2", f"Kind){kind}"))
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_codes_of_a_stage_that_is_given_back_are_known(kind):
+    ((first, second),) = pairs_of(codes_log(kind))
+    assert codes_taken(first, second, codes_code(kind=kind)) and codes_taken(second, first, codes_code(kind=kind))
+    assert codes_taken(first, second, codes_code(kind=kind, sync="WARPSYNC R2"))
+    assert not any(known(first, second, codes_code(kind=kind)) for known in (column_reuse, weights_brought, dots_taken))
+
+
+@pytest.mark.parametrize(
+    "report, lines",
+    [
+        (codes_log(kind=4), codes_code(kind=4)),  # another kernel
+        (codes_log(kind=2), codes_code(kind=0)),
+        (codes_log(read=0xB0), codes_code()),  # the last thing that is done
+        (codes_log(write=0x90), codes_code()),  # operands
+        (codes_log(), codes_code(panel="UBLKCP.S.G [UR16], [UR10], UR5")),  # brings something else as well
+        (codes_log(), codes_code(read="LDS R13, [R21+UR14]")),
+        (codes_log(), codes_code(seen=f"{WAIT} [UR12+0x38080], R3")),  # not of a full stage
+        (codes_log(), codes_code(seen="SYNCS.EXCH.64 URZ, [UR5+0x38000], UR6")),
+        # The read may be under way when the stage goes back.
+        (codes_log(), codes_code(use="MOV R13, R12")),
+        (codes_log(), codes_code(use="@P1 IMAD.IADD R220, R12, 0x1, R13")),
+        (codes_log(), codes_code(between="@P3 BRA 0x38")),
+        (codes_log(), codes_code(use="MOV R15, R12")),
+        # Other lanes of the warp may not have read.
+        (codes_log(), codes_code(sync="UMOV UR15, 0x40000040")),
+        (codes_log(), codes_code(between="NOP", sync="UMOV UR15, 0x40000040")),
+        (codes_log(), codes_code(sync=CODES_BACK, back=CODES_SYNC)),
+        # Something else goes back, or to this block alone.
+        (codes_log(), codes_code(empty="0x38028")),
+        (codes_log(), codes_code(moved="@!P0 PRMT R14, R19, 0x654, R13")),
+        (codes_log(), codes_code(moved="@!P0 VIADD R14, R14, 0x8")),
+        (codes_log(), codes_code(back="@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R14+URZ], RZ")),
+        (codes_log(), codes_code(back="@!P0 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R15+URZ], RZ")),
+        (codes_log(), codes_code(following=f"{WAIT} [UR12+0x38080], R221")),
+        (codes_log(), codes_code(following=f"{ARRIVE} [R2+URZ+0x38040], RZ")),
+        # The loader waits for something else, for nothing, or again later.
+        (codes_log(), codes_code(wait=f"{WAIT} [R11+URZ+0x38028], R8")),
+        (codes_log(), codes_code(wait="SYNCS.ARRIVE.TRANS64 RZ, [R11+URZ+0x38020], R8")),
+        (codes_log(), codes_code(counted=f"{WAIT} [R11+URZ+0x38000], R8")),
+        (codes_log(), codes_code(counted="SYNCS.ARRIVE.TRANS64 RZ, [R11+URZ+0x38080], R22")),
+        (codes_log(), codes_code(panel="SYNCS.ARRIVE.TRANS64 RZ, [R11+URZ+0x38040], R22")),
+    ],
+)
+def test_other_reads_of_codes_are_not(report, lines):
+    ((first, second),) = pairs_of(report)
+    assert not codes_taken(first, second, lines)
 
 
 def test_log_that_says_more_than_was_understood_is_an_error():
