@@ -1,7 +1,7 @@
 // Runs every kind of FP8 grouped GEMM of kernels_cuda/mx_roles.h on the host emulator, on a small layer with unequal, unaligned sizes and short last
 // blocks along every dimension, and compares with plain loops over the dequantised operands: relative norm per expert, zero padding, equal bits
 // for every interleaving seed. KIND_tokens_n: with tokens on either side (mx_tokens_n.h), KIND_strips: in tiles and in strips (mx_resident.h), whose
-// bits must be equal too.
+// bits must be equal too. KIND_deep: with more K blocks of gate/up and dgrad-down than the ring has stages.
 // Usage: mx_host_kernels KIND SEED... [--without=FAULT] (host_faults.h); prints one line and exits with 1 on a mismatch.
 #include <cmath>
 #include <cstdio>
@@ -26,7 +26,8 @@ struct Isa : Faulty<HostMx> {
 };
 using Arguments = MxArguments<host::Map>;
 
-constexpr int kD = 160, kF = 288;
+constexpr int kF = 288;
+int d_extent = 160;
 
 // Rows of the experts. By default two row tiles that pair, an empty expert, an odd tile with a warpgroup of padding.
 int experts = 3, num_rows = 384;
@@ -323,7 +324,7 @@ double dot(const Quantized& a, int i, const Quantized& b, int j) {
 double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
 
 size_t wide() { return size_t(num_rows) * kF; }
-size_t deep() { return size_t(num_rows) * kD; }
+size_t deep() { return size_t(num_rows) * d_extent; }
 
 // Rows as a Quantized has them, up to the end of each expert's last 64 rows.
 void compare_bytes(const char* what, const Quantized& q, const uint8_t* bytes, const uint8_t* codes) {
@@ -364,12 +365,13 @@ void compare_sides(const char* what, int matrices, int width, const std::vector<
 }
 
 uint64_t gate_up(uint32_t seed) {
-  const Stack x = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t(experts) * 2 * kF * kD, 0.1f), 2 * experts, kF, kD, false);
+  const Stack x = rows_of(random_rows(d_extent), 1, d_extent, false);
+  const Stack w = weights(random_values(size_t(experts) * 2 * kF * d_extent, 0.1f), 2 * experts, kF, d_extent, false);
   std::vector<uint16_t> saved(2 * wide(), 0xFFFF);
   std::vector<uint8_t> h(wide(), 0xFF), h_codes(size_t(blocks_of(kF)) * num_rows, 0xFF);
-  Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(x.bytes.data(), 1, kD, num_rows);
-  args.b = map_of(w.bytes.data(), 1, kD, kF, 2, experts);
+  Arguments args = arguments(d_extent, kF, kF);
+  args.a = map_of(x.bytes.data(), 1, d_extent, num_rows);
+  args.b = map_of(w.bytes.data(), 1, d_extent, kF, 2, experts);
   args.a_codes = x.codes.data();
   args.b_codes = w.codes.data();
   args.out = map_of(h.data(), 1, kF, num_rows);
@@ -410,21 +412,21 @@ uint64_t gate_up(uint32_t seed) {
 }
 
 uint64_t down(uint32_t seed) {
-  const Stack h = rows_of(random_rows(kF), 1, kF, false), w = weights(random_values(size_t(experts) * kD * kF, 0.1f), experts, kD, kF, false);
+  const Stack h = rows_of(random_rows(kF), 1, kF, false), w = weights(random_values(size_t(experts) * d_extent * kF, 0.1f), experts, d_extent, kF, false);
   std::vector<uint16_t> y(deep(), 0xFFFF);
-  Arguments args = arguments(kF, kD, kD);
+  Arguments args = arguments(kF, d_extent, d_extent);
   args.a = map_of(h.bytes.data(), 1, kF, num_rows);
-  args.b = map_of(w.bytes.data(), 1, kF, kD, 1, experts);
+  args.b = map_of(w.bytes.data(), 1, kF, d_extent, 1, experts);
   args.a_codes = h.codes.data();
   args.b_codes = w.codes.data();
-  args.out = map_of(y.data(), 2, kD, num_rows);
+  args.out = map_of(y.data(), 2, d_extent, num_rows);
   run<kDown>(args, seed);
-  compare_rows("y", y.data(), kD, 3e-3, [&](int r, int e, int d) { return dot(h.parts[0], r, w.parts[e], d); });
+  compare_rows("y", y.data(), d_extent, 3e-3, [&](int r, int e, int d) { return dot(h.parts[0], r, w.parts[e], d); });
   if (both_sides) {
     std::vector<uint16_t> y_n(deep(), 0xFFFF);
-    args.out = map_of(y_n.data(), 2, kD, num_rows);
+    args.out = map_of(y_n.data(), 2, d_extent, num_rows);
     run_tokens_n<kDown>(args, seed);
-    compare_sides("y", 1, kD, y, y_n);
+    compare_sides("y", 1, d_extent, y, y_n);
   }
   return digest(y.data(), 2 * y.size());
 }
@@ -432,7 +434,8 @@ uint64_t down(uint32_t seed) {
 // Twice: with BF16 results beside the quantised rows, and with everything quantised and dY gathered from tokens; the second is held to the BF16
 // values of the first.
 uint64_t dgrad_down(uint32_t seed) {
-  const Stack dy = rows_of(random_rows(kD), 1, kD, false), w = weights(random_values(size_t(experts) * kD * kF, 0.1f), experts, kD, kF, true);
+  const Stack dy = rows_of(random_rows(d_extent), 1, d_extent, false);
+  const Stack w = weights(random_values(size_t(experts) * d_extent * kF, 0.1f), experts, d_extent, kF, true);
   std::vector<uint16_t> gate_up(2 * wide()), out(2 * wide(), 0xFFFF), scaled(wide(), 0xFFFF);
   for (auto& v : gate_up) v = Host::bf16(std::normal_distribution<float>()(generator));
   std::vector<float> partial(size_t(blocks_of(kF)) * num_rows, NAN), weight(num_rows);
@@ -446,9 +449,9 @@ uint64_t dgrad_down(uint32_t seed) {
   std::vector<uint8_t> rows(2 * wide(), 0xFF), row_codes(size_t(2 * blocks_of(kF)) * num_rows, 0xFF), again(rows), codes_again(row_codes);
   std::vector<uint8_t> columns(2 * wide(), 0xFF), column_codes(size_t{2} * num_rows / 128 * kPitch, 0xFF), scaled_columns(wide(), 0xFF);
   std::vector<uint16_t> scales(size_t(num_rows) / 128 * kPitch, 0xFFFF);
-  Arguments args = arguments(kD, kF, kF);
-  args.a = map_of(dy.bytes.data(), 1, kD, num_rows);
-  args.b = map_of(w.bytes.data(), 1, kD, kF, 1, experts);
+  Arguments args = arguments(d_extent, kF, kF);
+  args.a = map_of(dy.bytes.data(), 1, d_extent, num_rows);
+  args.b = map_of(w.bytes.data(), 1, d_extent, kF, 1, experts);
   args.a_codes = dy.codes.data();
   args.b_codes = w.codes.data();
   args.gate_up = map_of(gate_up.data(), 2, kF, num_rows, 2);
@@ -479,11 +482,11 @@ uint64_t dgrad_down(uint32_t seed) {
   args.scaled_h_scales = scales.data();
   std::vector<uint8_t> tokens(deep(), static_cast<uint8_t>(mx::kNanByte));  // one slot each
   for (int r = 0; r < num_rows; ++r) {
-    if (slot[r] >= 0) std::copy_n(&dy.bytes[size_t(r) * kD], kD, &tokens[size_t(slot[r]) * kD]);
+    if (slot[r] >= 0) std::copy_n(&dy.bytes[size_t(r) * d_extent], d_extent, &tokens[size_t(slot[r]) * d_extent]);
   }
   args.gather = tokens.data();
   args.top_k = 1;
-  args.gather_vectors = kD / 16;
+  args.gather_vectors = d_extent / 16;
   run<kDgradDown>(args, seed);
   auto values = [&](const uint16_t* bits) {  // rows outside the experts count as zero
     std::vector<float> v(wide(), 0.0f);
@@ -512,22 +515,22 @@ uint64_t dgrad_down(uint32_t seed) {
 uint64_t dgrad_gate_up(uint32_t seed) {
   auto both = random_rows(kF), other = random_rows(kF);
   both.insert(both.end(), other.begin(), other.end());
-  const Stack da = rows_of(both, 2, kF, false), w = weights(random_values(size_t(experts) * 2 * kF * kD, 0.1f), 2 * experts, kF, kD, true);
+  const Stack da = rows_of(both, 2, kF, false), w = weights(random_values(size_t(experts) * 2 * kF * d_extent, 0.1f), 2 * experts, kF, d_extent, true);
   std::vector<uint16_t> dx(deep(), 0xFFFF);
-  Arguments args = arguments(kF, kF, kD);
+  Arguments args = arguments(kF, kF, d_extent);
   args.a = map_of(da.bytes.data(), 1, kF, num_rows, 2);
-  args.b = map_of(w.bytes.data(), 1, kF, kD, 2, experts);
+  args.b = map_of(w.bytes.data(), 1, kF, d_extent, 2, experts);
   args.a_codes = da.codes.data();
   args.b_codes = w.codes.data();
-  args.out = map_of(dx.data(), 2, kD, num_rows);
+  args.out = map_of(dx.data(), 2, d_extent, num_rows);
   run<kDgradGateUp>(args, seed);
-  compare_rows("dx", dx.data(), kD, 3e-3,
+  compare_rows("dx", dx.data(), d_extent, 3e-3,
                [&](int r, int e, int d) { return dot(da.parts[0], r, w.parts[2 * e], d) + dot(da.parts[1], r, w.parts[2 * e + 1], d); });
   if (both_sides) {
     std::vector<uint16_t> dx_n(deep(), 0xFFFF);
-    args.out = map_of(dx_n.data(), 2, kD, num_rows);
+    args.out = map_of(dx_n.data(), 2, d_extent, num_rows);
     run_tokens_n<kDgradGateUp>(args, seed);
-    compare_sides("dx", 1, kD, dx, dx_n);
+    compare_sides("dx", 1, d_extent, dx, dx_n);
   }
   return digest(dx.data(), 2 * dx.size());
 }
@@ -632,6 +635,7 @@ int main(int argc, char** argv) {
   };
   both_sides = take_suffix("_tokens_n");
   strips = take_suffix("_strips");
+  if (take_suffix("_deep")) d_extent = 672;
   if (strips) set_groups({200, 0, 700, 40, 300});  // one that does not fit
   if (both_sides) {
     set_groups({0, 1, 250, 31, 160, 192, 97});  // every width of a product, tiles that are full, that overflow and that end within 64 tokens
@@ -646,9 +650,9 @@ int main(int argc, char** argv) {
     else if (kind == "down") bits = down(seed);
     else if (kind == "dgrad_down") bits = dgrad_down(seed);
     else if (kind == "dgrad_gate_up") bits = dgrad_gate_up(seed);
-    else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(kD, kF, 1, false, seed);
-    else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(kF, kD, 2, false, seed);
-    else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(kD, kF, 1, true, seed);
+    else if (kind == "wgrad_down") bits = wgrad<kWgradDown>(d_extent, kF, 1, false, seed);
+    else if (kind == "wgrad_gate_up") bits = wgrad<kWgradGateUp>(kF, d_extent, 2, false, seed);
+    else if (kind == "wgrad_down_accumulate") bits = wgrad<kWgradDown>(d_extent, kF, 1, true, seed);
     else {
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
       return 2;

@@ -195,17 +195,13 @@ def codes_taken(first: Access, second: Access, code: Code) -> bool:
     if not used or not synced or empty is None or len(loader) != 2:
         return False
     full = offset_in(loader[1])
+    waits = [pair.last_barrier(pair.read), *(line for line in ahead if "SYNCS" in line)]
     return (
         ".PHASECHK." in loader[0]
         and offset_in(loader[0]) == empty[1]
         and loader[1].startswith("SYNCS.ARRIVE.TRANS64 RZ,")
         and full not in (None, empty[1])
-        and all(
-            ".PHASECHK." in line and offset_in(line) == full
-            for line in [pair.last_barrier(pair.read), *ahead]
-            if "SYNCS" in line
-        )
-        and ".PHASECHK." in pair.last_barrier(pair.read)
+        and all(".PHASECHK." in line and offset_in(line) == full for line in waits)
     )
 
 

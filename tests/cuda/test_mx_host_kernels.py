@@ -14,6 +14,7 @@ from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_rac
 KINDS = ["gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"]
 TOKENS_N = ["gate_up_tokens_n", "down_tokens_n", "dgrad_gate_up_tokens_n"]
 STRIPS = ["wgrad_down_strips", "wgrad_gate_up_strips"]
+DEEP = ["gate_up_deep", "dgrad_down_deep"]  # a K loop that comes round the ring
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
 
@@ -27,7 +28,7 @@ def program():
     return build_program()
 
 
-@pytest.mark.parametrize("kind", KINDS + TOKENS_N + STRIPS)
+@pytest.mark.parametrize("kind", KINDS + TOKENS_N + STRIPS + DEEP)
 def test_kind_matches_plain_loops_for_every_interleaving(program, kind):
     done = subprocess.run([str(program), kind, "1", "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,6 +49,8 @@ FAULTS = [
     ("sync:ldmatrix", "dgrad_down", "read by warp", "write by warp"),  # gate and up, overwritten in place
     # A stage given back before its scales are read.
     ("sync:wait", "dgrad_gate_up", "read by warp", "write by the copy engine"),
+    ("sync:wait", "gate_up_deep", "read by warp", "write by the copy engine"),
+    ("sync:wait", "dgrad_down_deep", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
     ("sync:load", "down_tokens_n", "read by warp", "write by the copy engine"),  # scales, overwritten
