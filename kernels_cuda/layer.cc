@@ -1,4 +1,4 @@
-// The expert layer as a sequence of launches on one stream: forward and backward. Read moe.h for the contract.
+// The expert layer as a sequence of launches: forward on one stream, backward in steps that overlap (overlap.h). Read moe.h for the contract.
 #include <algorithm>
 #include <initializer_list>
 
@@ -7,6 +7,7 @@
 #include "gemm_resident.h"
 #include "gemm_tokens_n.h"
 #include "kernel_check.h"
+#include "overlap.h"
 #include "rows.h"
 #include "strips.h"
 #include "task_list.h"
@@ -302,12 +303,18 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
-  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
-  // Of padded rows only a weight gradient multiplies any with others. And only wgrad_gate_up, which comes last, reads rows of x; but to recompute
-  // gate and up they are needed now.
-  MOE_RETURN_IF_ERROR(dispatch_rows(s, dy_TxD, plan, m.dy_MxD, stream, multiplied_rows(m.wgrad_down.layout)));
-  const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
-  if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
+  Overlap steps(stream);
+  // Of padded rows only a weight gradient multiplies any with others.
+  MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&](cudaStream_t lane) {
+    return dispatch_rows(s, dy_TxD, plan, m.dy_MxD, lane, multiplied_rows(m.wgrad_down.layout));
+  }));
+  MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
+    const Status built = build_tasks(s, plan, lists, recompute ? 5 : 4, lane);
+    return built.ok() && s.top_k == 1 ? zero_unrouted(s, plan, dx_TxD, lane) : built;
+  }));
+  const auto dispatch_x = [&](cudaStream_t lane) {
+    return dispatch_rows(s, x_TxD, plan, m.x_MxD, lane, multiplied_rows(m.wgrad_gate_up.layout));
+  };
 
   CUtensorMap dw_up_map, dw_down_map;
   if (recompute) gate_up_2xMxF = m.gate_up_2xMxF;
@@ -316,13 +323,13 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
 
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    // x was dispatched above for the weight gradient.
     MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.gate_up, m.x_MxD, s.d_model));
     MOE_RETURN_IF_ERROR(weight_map(&up.b, "w_gate_up", m.gate_up, w.gate_up_Ex2xFxD, gate_up_shape(s)));
     up.bias = w.b_gate_up_Ex2xF;
     MOE_RETURN_IF_ERROR(row_map(&up.gate_up, "gate_up", s, m.gate_up, gate_up_2xMxF, s.width, 2));
     up.save_gate_up = 1;
-    MOE_RETURN_IF_ERROR(run_gemm(m.gate_up, up, stream));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, dispatch_x));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&, up](cudaStream_t lane) { return run_gemm(m.gate_up, up, lane); }));
   }
 
   auto dh = arguments(s, kDgradDown, act);
@@ -335,7 +342,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dh.weight_TxK = weight_TxK;
   dh.slot_M = plan.slot_M;
   dh.weight_partial = m.partial_CxM;
-  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_down, dh, stream));
+  MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&](cudaStream_t lane) { return run_gemm(m.dgrad_down, dh, lane); }));
 
   auto dw_down_args = arguments(s, kWgradDown, act);
   const int box_down = box_rows(m.wgrad_down.layout), box_up = box_rows(m.wgrad_gate_up.layout);
@@ -351,7 +358,6 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   if (s.top_k == 1) {
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
-    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
   } else {
     MOE_RETURN_IF_ERROR(row_map(&dx_args.out, "dx", s, m.dgrad_gate_up, m.dx_MxD, s.d_model));
   }
@@ -362,21 +368,31 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   dw_up_args.out = dw_up_map;
   dw_up_args.dw = dw.gate_up_Ex2xFxD;
   dw_up_args.accumulate = accumulate;
+  // Only wgrad_gate_up, which comes last, reads rows of x, but for a recomputed gate and up.
+  const bool carries_x = !recompute && can_carry(m.dgrad_gate_up);
   if (carries_x) {
     dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(m.x_MxD), plan.row_TxK, plan.count_E, plan.start_E,
                      static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(s.d_model / 8),
                      multiplied_rows(m.wgrad_gate_up.layout)};
   }
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_down, dw_down_args, stream));
-  MOE_RETURN_IF_ERROR(run_gemm(m.dgrad_gate_up, dx_args, stream));
-  MOE_RETURN_IF_ERROR(run_gemm(m.wgrad_gate_up, dw_up_args, stream));
-  if (w.b_down_ExD != nullptr) {
-    MOE_RETURN_IF_ERROR(bias_gradients(s, plan, m.d_gate_up_2xMxF, dy_TxD, weight_TxK, dw.b_gate_up_Ex2xF, dw.b_down_ExD, accumulate, stream));
-    MOE_RETURN_IF_ERROR(bias_weight_partial(s, plan, dy_TxD, w.b_down_ExD, m.partial_CxM + weight_chunks(s) * s.rows, stream));
-  }
-  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream, w.b_down_ExD != nullptr ? 1 : 0));
-  if (s.top_k == 1) return {};
-  return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
+  // None of these reads what the one before it writes. The data gradient comes first: then there is time for its rows before they are combined.
+  if (!recompute && !carries_x) MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, dispatch_x));
+  const After dgrad = !recompute && !carries_x ? After::kAllButOne : After::kAll;
+  const auto product = [&](After after, const List& list, const GemmArguments<CUtensorMap>& args) {
+    return steps.step(after, [&list, &args](cudaStream_t lane) { return run_gemm(list, args, lane); });
+  };
+  MOE_RETURN_IF_ERROR(product(dgrad, m.dgrad_gate_up, dx_args));
+  MOE_RETURN_IF_ERROR(product(After::kAllButOne, m.wgrad_down, dw_down_args));
+  MOE_RETURN_IF_ERROR(product(After::kAllButOne, m.wgrad_gate_up, dw_up_args));
+  MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) -> Status {
+    if (w.b_down_ExD != nullptr) {
+      MOE_RETURN_IF_ERROR(bias_gradients(s, plan, m.d_gate_up_2xMxF, dy_TxD, weight_TxK, dw.b_gate_up_Ex2xF, dw.b_down_ExD, accumulate, lane));
+      MOE_RETURN_IF_ERROR(bias_weight_partial(s, plan, dy_TxD, w.b_down_ExD, m.partial_CxM + weight_chunks(s) * s.rows, lane));
+    }
+    MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, lane, w.b_down_ExD != nullptr ? 1 : 0));
+    return s.top_k == 1 ? Status{} : combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, lane);
+  }));
+  return steps.join();
 }
 
 }  // namespace moe

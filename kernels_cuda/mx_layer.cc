@@ -1,5 +1,5 @@
-// The MXFP8 expert layer as a sequence of launches on one stream: forward and backward. Read mx_moe.h for the contract and layer.cc for
-// the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
+// The MXFP8 expert layer as a sequence of launches: forward on one stream, backward in steps that overlap (overlap.h). Read mx_moe.h for the
+// contract and layer.cc for the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
 // kAligned: x and dY are quantised while their tokens are dispatched, or as tokens where dgrad-down gathers them, h in the epilogue of gate/up,
 // d(gate), d(up) and weight * h in that of dgrad-down; no pass over rows only quantises, but for gate and up that are saved in MXFP8, and h where
@@ -11,6 +11,7 @@
 #include "kernel_check.h"
 #include "mx_gemm_kernels.h"
 #include "mx_moe.h"
+#include "overlap.h"
 #include "quantize.h"
 #include "rows.h"
 #include "strips.h"
@@ -426,32 +427,35 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, options, accumulate);
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
-  MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, recompute ? 5 : 4, stream));
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
+  // dY as A of dgrad-down, and what else is made of it in the same pass. Rows or columns of x are for wgrad_gate_up, the last of the products.
+  const QuantizeSource dy = token_source(s, plan, dy_TxD), x = token_source(s, plan, x_TxD);
+  const MxOutput dy_columns = m.dy_columns.output(Form::kAligned, true), x_columns = m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment);
   uint16_t* const x_MxD = static_cast<uint16_t*>(m.x_columns.data);  // if BF16
   const bool carries_x = options.wgrad_bf16 && can_carry(kDgradGateUp) && m.dgrad_gate_up.layout == Layout::kTokensM;
-  if (options.wgrad_bf16) {
-    if (!carries_x) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, x_MxD, stream, multiplied_rows(m.wgrad_gate_up.layout)));
-    MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, m.wgrad_down.layout, stream));
-  } else {
-    const QuantizeSource dy = token_source(s, plan, dy_TxD), x = token_source(s, plan, x_TxD);
-    const MxOutput dy_columns = m.dy_columns.output(Form::kAligned, true), x_columns = m.x_columns.output(Form::kAligned, true, CodeLayout::kFragment);
-    if (m.dy.by_token) {
-      MOE_RETURN_IF_ERROR(quantize_tokens(s, dy_TxD, plan, m.dy, stream));
-      MOE_RETURN_IF_ERROR(quantize_two({dy, x}, {dy_columns, x_columns}, stream));
-    } else {
-      MOE_RETURN_IF_ERROR(quantize(dy, m.dy.output(Form::kAligned, false), dy_columns, stream));
-      MOE_RETURN_IF_ERROR(quantize(x, {}, x_columns, stream));
-    }
-  }
+  const auto make_dy = [&](cudaStream_t lane) {
+    if (options.wgrad_bf16) return quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, m.wgrad_down.layout, lane);
+    if (m.dy.by_token) return quantize_tokens(s, dy_TxD, plan, m.dy, lane);
+    return quantize(dy, m.dy.output(Form::kAligned, false), dy_columns, lane);
+  };
+  const auto make_x = [&](cudaStream_t lane) {
+    if (options.wgrad_bf16) return dispatch_rows(s, x_TxD, plan, x_MxD, lane, multiplied_rows(m.wgrad_gate_up.layout));
+    if (m.dy.by_token) return quantize_two({dy, x}, {dy_columns, x_columns}, lane);
+    return quantize(x, {}, x_columns, lane);
+  };
+  Overlap steps(stream);
+  MOE_RETURN_IF_ERROR(steps.step(After::kAll, make_dy));
+  MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
+    const Status built = build_tasks(s, plan, lists, recompute ? 5 : 4, lane);
+    return built.ok() && s.top_k == 1 ? zero_unrouted(s, plan, dx_TxD, lane) : built;
+  }));
 
   const uint16_t* gate_up_rows = saved.gate_up_2xMxF != nullptr ? saved.gate_up_2xMxF : m.gate_up_2xMxF;
   CUtensorMap gate_up;
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
-    MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, stream));
     auto up = arguments(s, kGateUp, act);
     MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
     up.b = maps.gate_up_fprop;
@@ -459,9 +463,12 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     up.b_codes = weights.gate_up_fprop_codes;
     up.gate_up = gate_up;
     up.save_gate_up = 1;
-    MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.gate_up, up, fp8, stream));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) { return quantize_tokens(s, x_TxD, plan, m.x, lane); }));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&, up](cudaStream_t lane) { return run_gemm(s, plan, m.gate_up, up, fp8, lane); }));
   } else if (saved.elements_2xMxF != nullptr) {
-    MOE_RETURN_IF_ERROR(dequantize_aligned_rows(s, plan, saved.elements_2xMxF, saved.codes, F, 2, m.gate_up_2xMxF, stream));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
+      return dequantize_aligned_rows(s, plan, saved.elements_2xMxF, saved.codes, F, 2, m.gate_up_2xMxF, lane);
+    }));
   }
 
   auto dh = arguments(s, kDgradDown, act);
@@ -489,14 +496,15 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     MOE_RETURN_IF_ERROR(bf16_map(&dh.out, "d_gate_up", s, m.d_gate_up_2xMxF, F, 2));
     MOE_RETURN_IF_ERROR(bf16_map(&dh.scaled_h, "weight * h", s, m.scaled_h_MxF, F));
   }
-  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.dgrad_down, dh, fp8, stream));
-
+  MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&](cudaStream_t lane) { return run_gemm(s, plan, m.dgrad_down, dh, fp8, lane); }));
+  if (!carries_x) MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, make_x));
   if (!fp8) {
-    const MxOutput columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
-    MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.d_gate_up_2xMxF, F, 2), m.d_gate_up.output(Form::kAligned, false), columns, stream));
-    if (!options.wgrad_bf16) {
-      MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.scaled_h_MxF, F), {}, m.scaled_h_columns.output(Form::kAligned, true), stream));
-    }
+    MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&](cudaStream_t lane) -> Status {
+      const MxOutput columns = options.wgrad_bf16 ? MxOutput{} : m.d_gate_up_columns.output(Form::kAligned, true);
+      MOE_RETURN_IF_ERROR(quantize(rows_source(s, plan, m.d_gate_up_2xMxF, F, 2), m.d_gate_up.output(Form::kAligned, false), columns, lane));
+      if (options.wgrad_bf16) return {};
+      return quantize(rows_source(s, plan, m.scaled_h_MxF, F), {}, m.scaled_h_columns.output(Form::kAligned, true), lane);
+    }));
   }
 
   auto dw_down_args = arguments(s, kWgradDown, act);
@@ -507,7 +515,6 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_down_args.b_scales = reinterpret_cast<const uint16_t*>(m.scaled_h_columns.codes);
   dw_down_args.dw = dw_down;
   dw_down_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.wgrad_down, dw_down_args, fp8_wgrad, stream));
 
   auto dx_args = arguments(s, kDgradGateUp, act);
   MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2));
@@ -517,7 +524,6 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   if (s.top_k == 1) {
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
-    MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, dx_TxD, stream));
   } else {
     MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D));
   }
@@ -526,7 +532,6 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
                      static_cast<int>(s.tokens), static_cast<int>(s.top_k), static_cast<int>(s.experts), static_cast<int>(D / 8),
                      multiplied_rows(m.wgrad_gate_up.layout)};
   }
-  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.dgrad_gate_up, dx_args, fp8, stream));
 
   auto dw_up_args = arguments(s, kWgradGateUp, act);
   MOE_RETURN_IF_ERROR(column_map(&dw_up_args.a, "d_gate_up", s, m.d_gate_up_columns, m.wgrad_gate_up.layout, F, 2));
@@ -536,10 +541,20 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_up_args.b_scales = reinterpret_cast<const uint16_t*>(m.x_columns.codes);
   dw_up_args.dw = dw_gate_up;
   dw_up_args.accumulate = accumulate;
-  MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.wgrad_gate_up, dw_up_args, fp8_wgrad, stream));
-  MOE_RETURN_IF_ERROR(sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, stream));
-  if (s.top_k == 1) return {};
-  return combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, stream);
+
+  // None of these reads what the one before it writes. The data gradient comes first: then there is time for its rows before they are combined.
+  const After dgrad = fp8 && !carries_x ? After::kAllButOne : After::kAll;
+  const auto product = [&](After after, const List& list, const MxArguments<CUtensorMap>& args, bool in_fp8) {
+    return steps.step(after, [&s, &plan, &list, &args, in_fp8](cudaStream_t lane) { return run_gemm(s, plan, list, args, in_fp8, lane); });
+  };
+  MOE_RETURN_IF_ERROR(product(dgrad, m.dgrad_gate_up, dx_args, fp8));
+  MOE_RETURN_IF_ERROR(product(After::kAllButOne, m.wgrad_down, dw_down_args, fp8_wgrad));
+  MOE_RETURN_IF_ERROR(product(After::kAllButOne, m.wgrad_gate_up, dw_up_args, fp8_wgrad));
+  MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
+    const Status summed = sum_weight_partials(s, m.partial_CxM, plan, d_weight_TxK, lane);
+    return summed.ok() && s.top_k > 1 ? combine_rows(s, m.dx_MxD, nullptr, plan, dx_TxD, lane) : summed;
+  }));
+  return steps.join();
 }
 
 }  // namespace moe

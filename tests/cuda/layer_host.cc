@@ -8,6 +8,7 @@
 #include "gemm_tokens_n.h"
 #include "host_launches.h"
 #include "host_memory.h"
+#include "host_overlap.h"
 #include "isa/host/host_mx.h"
 #include "mma_sm90.h"
 #include "mx_gemm_kernels.h"
@@ -190,7 +191,8 @@ Status run_mx(Arena& arena, const Case& c, const MxOptions& options) {
 }  // namespace moe
 
 // Forward and backward of one layer. Sizes: T, K, E, M, D, F. Activation: alpha, beta, gamma, limit. Options: recipe (0: BF16, 1: MXFP8 aligned,
-// 2: exact), weight gradients from BF16 operands, what is saved (Case), whether gradients continue what is in their buffers, the first seed.
+// 2: exact), weight gradients from BF16 operands, what is saved (Case), whether gradients continue what is in their buffers, the first seed, the
+// order of the backward's steps and which of them is weakened (host_overlap.h).
 // Biases and their gradients may be null. Returns 0, or 1 with a message.
 extern "C" int expert_layer(const int64_t* sizes, const uint8_t* ways, const float* activation, const int32_t* options, int32_t* count_E,
                             int32_t* start_E, int32_t* row_TxK, int32_t* slot_M, const uint16_t* x_TxD, const float* weight_TxK,
@@ -208,6 +210,8 @@ extern "C" int expert_layer(const int64_t* sizes, const uint8_t* ways, const flo
   c.saves = options[2];
   c.accumulate = options[3] != 0;
   seed = static_cast<uint32_t>(options[4]);
+  step_order = static_cast<uint32_t>(options[5]);
+  weakened_step = options[6];
 
   const size_t TD = static_cast<size_t>(s.tokens * s.d_model), TK = static_cast<size_t>(s.tokens * s.top_k);
   const size_t EF = static_cast<size_t>(2 * s.experts * s.width), ED = static_cast<size_t>(s.experts * s.d_model);

@@ -96,15 +96,26 @@ def plan(expert_TxK, experts):
 
 
 def run(
-    library, p: Problem, ways=None, recipe="bf16", wgrad_bf16=False, save="gate_up", biases=None, start=None, seed=0
+    library,
+    p: Problem,
+    ways=None,
+    recipe="bf16",
+    wgrad_bf16=False,
+    save="gate_up",
+    biases=None,
+    start=None,
+    seed=0,
+    order=0,
+    weakened=-1,
 ):
-    """Results by name. `ways`: by product, auto where not named; `start`: gradients to continue from. Raises Refused."""
+    """Results by name. `ways`: by product, auto where not named; `start`: gradients to continue from; `order` of the backward's
+    steps and the one that is `weakened`: host_overlap.h. Raises Refused."""
     E, D, F = p.w_down.shape
     indices = plan(p.expert, E)
     sizes = np.array([*p.expert.shape, E, indices[3].size, D, F], np.int64)
     way = np.array([WAYS.index((ways or {}).get(kind, "auto")) for kind in KINDS], np.uint8)
     act = np.array(list(_activation(p.spec.act).values()), np.float32)
-    options = [RECIPES.index(recipe), wgrad_bf16, SAVES.index(save), start is not None, seed]
+    options = [RECIPES.index(recipe), wgrad_bf16, SAVES.index(save), start is not None, seed, order, weakened]
     masters = [p.w_gate_up, p.w_down, *(biases or ())]
     gradients = [s.copy() for s in start] if start else [np.full_like(m, np.nan) for m in masters]
     y, dx, d_weight = np.empty_like(p.x), np.empty_like(p.x), np.empty_like(p.weight)
@@ -281,6 +292,55 @@ def test_a_way_that_a_product_does_not_have_is_refused(library, recipe, ways, me
         run(library, problem("bf16" if recipe == "bf16" else "mxfp8", 32, 64, tokens=20), ways, recipe)
 
 
+ORDERS = (0x7FFFFFFF, 0x55555555, 0x2AAAAAAA, 0x33333333)  # host_overlap.h: in the first, who may overtake does
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(
+    "recipe, wgrad_bf16, save",
+    [
+        ("bf16", False, "gate_up"),
+        ("bf16", False, "nothing"),
+        ("aligned", False, "gate_up"),
+        ("aligned", False, "nothing"),
+        ("aligned", True, "gate_up"),
+        ("aligned", False, "gate_up_mx"),
+        ("exact", False, "gate_up"),
+        ("exact", True, "gate_up"),
+    ],
+)
+def test_steps_of_the_backward_have_equal_bits_in_any_order(library, recipe, wgrad_bf16, save, top_k):
+    p = without_idle_tokens(problem("bf16" if recipe == "bf16" else "mxfp8", 64, 96, tokens=60, top_k=top_k))
+    biases = random_biases(p) if recipe == "bf16" else None
+    for ways in (
+        {},
+        TOKENS_N_BF16 if recipe == "bf16" and top_k > 1 else DISPATCHED,
+    ):  # with and without rows of x by the way
+        wanted = run(library, p, ways, recipe, wgrad_bf16, save, biases)
+        for order in ORDERS:
+            got = run(library, p, ways, recipe, wgrad_bf16, save, biases, order=order)
+            assert_equal_bits(got, wanted, (ways, hex(order)))
+
+
+# The products, by the number of their step: what the step before each writes is what it reads.
+@pytest.mark.parametrize(
+    "recipe, wgrad_bf16, save, step",
+    [
+        ("bf16", False, "gate_up", 3),  # dgrad_gate_up, of what dgrad_down makes
+        ("bf16", False, "nothing", 3),  # gate_up, of dispatched rows
+        ("bf16", False, "nothing", 4),  # dgrad_down, of a gate and up that are computed again
+        ("aligned", True, "gate_up", 3),
+        ("aligned", False, "nothing", 4),
+        ("exact", False, "gate_up", 5),  # dgrad_gate_up, of quantised rows
+    ],
+)
+def test_a_step_that_does_not_wait_for_the_one_before_it_is_seen(library, recipe, wgrad_bf16, save, step):
+    p = without_idle_tokens(problem("bf16" if recipe == "bf16" else "mxfp8", 64, 96, tokens=60))
+    wanted = run(library, p, DISPATCHED, recipe, wgrad_bf16, save)
+    got = run(library, p, DISPATCHED, recipe, wgrad_bf16, save, order=1 << step - 1, weakened=step)
+    assert any(got[name].tobytes() != wanted[name].tobytes() for name in wanted)
+
+
 # Any shape, recipe and ways that the layer takes.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -298,4 +358,6 @@ def test_random_layers(library, seed):
     assert all(found[name] < limit[name] for name in NAMES), found
     for save in ("gate_up", "nothing"):
         ways = {kind: str(random.choice(ways_of(kind, recipe, top_k, wgrad_bf16))) for kind in KINDS}
-        assert_equal_bits(run(library, p, ways, recipe, wgrad_bf16, save, seed=seed), wanted, (ways, save))
+        order = int(random.integers(2**31))
+        got = run(library, p, ways, recipe, wgrad_bf16, save, seed=seed, order=order)
+        assert_equal_bits(got, wanted, (ways, save, hex(order)))

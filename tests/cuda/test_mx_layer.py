@@ -219,6 +219,32 @@ def test_two_runs_on_different_dirt_have_equal_bits(mode):
         assert torch.equal(first[name], second[name]), name
 
 
+@pytest.mark.parametrize("name", ["top_k", "tiny_groups"])
+@pytest.mark.parametrize("mode, wgrad_bf16", [("aligned", False), ("aligned", True), ("exact", False)])
+def test_calls_replay_from_a_graph(name, mode, wgrad_bf16):
+    """The steps of the backward, which overlap on streams, are the edges of a graph."""
+    p = Problem(name)
+    expected = p.run(mode, wgrad_bf16)
+    layer = mx_c_api.MxLayer(p.tokens, p.top_k, p.experts, p.d, p.f, mode, wgrad_bf16, p.activation)
+    weights = layer.prepare(p.w_gate_up), layer.prepare(p.w_down)
+    plan, saved = layer.schedule(p.expert, layer.new_plan()), layer.new_saved("gate_up")
+    found = {"y": p.x, "dx": p.x, "d_weight": p.weight, "dw_gate_up": p.w_gate_up, "dw_down": p.w_down}
+    found = {name: torch.empty_like(like) for name, like in found.items()}
+    y, *gradients = found.values()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.forward(p.x, p.weight, plan, *weights, y, saved)
+        layer.backward(p.x, p.weight, p.dy, plan, *weights, saved, *gradients)
+    for _ in range(3):
+        for out in found.values():
+            out.fill_(float("nan"))
+        layer.workspace.fill_(255)
+        graph.replay()
+        torch.cuda.synchronize()
+        for key, out in found.items():
+            assert torch.equal(out, expected[key]), key
+
+
 @pytest.mark.parametrize("mode", ["aligned", "exact"])
 def test_recomputed_is_saved(mode):
     p = Problem("top_k")
