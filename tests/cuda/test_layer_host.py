@@ -292,7 +292,7 @@ def test_a_way_that_a_product_does_not_have_is_refused(library, recipe, ways, me
         run(library, problem("bf16" if recipe == "bf16" else "mxfp8", 32, 64, tokens=20), ways, recipe)
 
 
-ORDERS = (0x7FFFFFFF, 0x55555555, 0x2AAAAAAA, 0x33333333)  # host_overlap.h: in the first, who may overtake does
+ORDERS = (0x7FFFFFFF, 0x2AAAAAAA)  # host_overlap.h: between them, each step is overtaken by the next one where that may
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -310,7 +310,7 @@ ORDERS = (0x7FFFFFFF, 0x55555555, 0x2AAAAAAA, 0x33333333)  # host_overlap.h: in 
     ],
 )
 def test_steps_of_the_backward_have_equal_bits_in_any_order(library, recipe, wgrad_bf16, save, top_k):
-    p = without_idle_tokens(problem("bf16" if recipe == "bf16" else "mxfp8", 64, 96, tokens=60, top_k=top_k))
+    p = without_idle_tokens(problem("bf16" if recipe == "bf16" else "mxfp8", 64, 96, tokens=40, top_k=top_k))
     biases = random_biases(p) if recipe == "bf16" else None
     for ways in (
         {},
