@@ -1,9 +1,15 @@
-// Turns CUDA errors into Status, right after the call they belong to.
+// Turns CUDA errors into Status, right after the call they belong to, and passes them on.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "moe.h"
+
+#define MOE_RETURN_IF_ERROR(expression)   \
+  do {                                    \
+    Status status_ = (expression);        \
+    if (!status_.ok()) return status_;    \
+  } while (0)
 
 namespace moe {
 

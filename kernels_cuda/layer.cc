@@ -21,12 +21,6 @@ constexpr int kMaxExperts = 65536;  // the builder of task lists reads the count
 constexpr int kTileM = 128;         // rows of a block's tile
 constexpr int kTileN = 256;         // accumulator columns of a block
 
-#define MOE_RETURN_IF_ERROR(expression)   \
-  do {                                    \
-    Status status_ = (expression);        \
-    if (!status_.ok()) return status_;    \
-  } while (0)
-
 Status check_biases(const Weights& w) {
   if ((w.b_gate_up_Ex2xF == nullptr) == (w.b_down_ExD == nullptr)) return {};
   return {"b_gate_up and b_down must be given together, or neither"};
