@@ -190,7 +190,7 @@ def liger_cute(p) -> Peer:
 def sonic_moe(p) -> Peer:
     """SonicMoE's two halves around our routing; gate and up rows interleaved, as it stores them. Tunes itself at the first call.
 
-    0.1.2.post1 with quack-kernels 0.3.11 works beside torch 2.11, installed without dependencies, though it asks for less.
+    0.1.2.post1 with quack-kernels 0.3.11 works beside torch 2.11, installed without dependencies: it asks for 2.9.1 or older.
     The first call compiles 80 variants, on QUACK_COMPILE_WORKERS cores; QUACK_CACHE_DIR keeps them and the tuner's choice.
     """
     import quack.autotuner

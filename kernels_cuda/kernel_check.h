@@ -13,11 +13,13 @@
 
 namespace moe {
 
+// An error left unread would be blamed on an unrelated call later.
 inline Status failed(const char* what, cudaError_t error) {
+  static_cast<void>(cudaGetLastError());
   return {std::string(what) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error)};
 }
 
-// After a kernel launch: an error left unread would be blamed on an unrelated call later.
+// After a kernel launch.
 inline Status launched(const char* what) {
   cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? Status{} : failed(what, error);

@@ -1,7 +1,7 @@
 // The single-GPU expert layer for Hopper (sm_90a), BF16: plain C++ over raw device pointers and a stream. No XLA headers, no host
 // synchronisation, no allocation of memory: every call can be captured into a graph. Callers own all memory; each operation
 // states the workspace it needs. A backward also uses a second stream, which it has to itself while it launches and which is kept for
-// the next one (overlap.h). docs/design.md section 2 is the contract (Plan, row order, rounding points).
+// the next one on the same stream (overlap.h). docs/design.md section 2 is the contract (Plan, row order, rounding points).
 //
 // Letters: T tokens, K experts per token, E experts, D model width, F expert width, M rows after dispatch (padded).
 // Layouts are row-major in the order of the suffix; BF16 data is passed as uint16_t*.

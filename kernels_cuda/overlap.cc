@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "kernel_check.h"
@@ -29,15 +30,17 @@ cudaError_t make(Lane* lane) {
   return error;
 }
 
-// Lanes that nobody puts steps in. They are kept until the process ends: as many as layers were ever launched at the same time.
+// Lanes that nobody puts steps in, by the device and the stream that they lay beside. They are kept until the process ends: as many as layers were
+// ever launched at the same time. A lane goes back to its own stream, which waits for what still runs there in any case; beside another one its
+// next steps would stand behind steps that wait for a stream of no concern to them, and for ever where that one waits for theirs.
 class Lanes {
  public:
-  cudaError_t take(Lane* lane, int* device) {
-    const cudaError_t error = cudaGetDevice(device);
-    if (error != cudaSuccess) return error;
+  using Beside = std::pair<int, cudaStream_t>;
+
+  cudaError_t take(Lane* lane, Beside beside) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      std::vector<Lane>& free = free_[*device];
+      std::vector<Lane>& free = free_[beside];
       if (!free.empty()) {
         *lane = free.back();
         free.pop_back();
@@ -46,15 +49,14 @@ class Lanes {
     }
     return make(lane);
   }
-  // Steps may still run in it: who takes it next is behind them.
-  void give_back(const Lane& lane, int device) {
+  void give_back(const Lane& lane, Beside beside) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    free_[device].push_back(lane);
+    free_[beside].push_back(lane);
   }
 
  private:
   std::mutex mutex_;
-  std::map<int, std::vector<Lane>> free_;
+  std::map<Beside, std::vector<Lane>> free_;
 };
 
 Lanes& lanes() {
@@ -108,10 +110,11 @@ class InLanes : public Overlap::Steps {
  public:
   explicit InLanes(cudaStream_t stream) : streams_{stream, nullptr} {}
   ~InLanes() override {
-    if (taken_) lanes().give_back(lane_, device_);
+    if (taken_) lanes().give_back(lane_, {device_, streams_[0]});
   }
   cudaError_t open() {
-    const cudaError_t error = lanes().take(&lane_, &device_);
+    cudaError_t error = cudaGetDevice(&device_);
+    if (error == cudaSuccess) error = lanes().take(&lane_, {device_, streams_[0]});
     if (error != cudaSuccess) return error;
     taken_ = true;
     streams_[1] = lane_.stream;

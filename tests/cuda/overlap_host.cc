@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "overlap.h"
@@ -13,12 +14,14 @@ struct CUgraphNode_st {
   Launches before;  // itself too
 };
 struct CUstream_st {
+  int device = 0;
   Launches before = 0;  // what is launched next
   bool capturing = false;
   std::vector<cudaGraphNode_t> front;
   std::vector<cudaGraphEdgeData> edges;
 };
 struct CUevent_st {
+  int device = 0;
   Launches before = 0;
 };
 
@@ -27,9 +30,13 @@ namespace {
 std::deque<CUgraphNode_st> nodes;
 std::deque<CUstream_st> streams;  // that overlap.cc made, and its events
 std::deque<CUevent_st> events;
-bool device_fails = false;
+int device_now = 0;
+int calls_until_failure = -1;  // of the runtime; negative: none fails
 
-cudaError_t refuse_if(bool wrong) { return wrong ? cudaErrorInvalidValue : cudaSuccess; }
+cudaError_t refuse_if(bool wrong) {
+  if (calls_until_failure-- == 0 || wrong) last_error = cudaErrorInvalidValue;
+  return last_error;
+}
 
 // The launches that end before this one starts.
 Launches launch(cudaStream_t stream, int id) {
@@ -48,20 +55,22 @@ Launches launch(cudaStream_t stream, int id) {
 }  // namespace
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return refuse_if(device_fails);
+  *device = device_now;
+  return refuse_if(false);
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   *stream = &streams.emplace_back();
+  (*stream)->device = device_now;
   return refuse_if(flags != cudaStreamNonBlocking);
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = &events.emplace_back();
+  (*event)->device = device_now;
   return refuse_if(flags != cudaEventDisableTiming);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->before = stream->before;
-  return refuse_if(stream->capturing);
+  return refuse_if(stream->capturing || event->device != stream->device);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   stream->before |= event->before;
@@ -70,33 +79,36 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
                                      const cudaGraphNode_t** front, const cudaGraphEdgeData** edges, size_t* size) {
   *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  if (!stream->capturing) return cudaSuccess;
-  *front = stream->front.data();
-  *edges = stream->edges.data();
-  *size = stream->front.size();
-  return cudaSuccess;
+  if (stream->capturing) {
+    *front = stream->front.data();
+    *edges = stream->edges.data();
+    *size = stream->front.size();
+  }
+  return refuse_if(false);
 }
 cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* front, const cudaGraphEdgeData* edges, size_t size,
                                                 unsigned flags) {
   std::vector<cudaGraphNode_t> unique(front, front + size);
   std::sort(unique.begin(), unique.end());
-  if (std::unique(unique.begin(), unique.end()) != unique.end()) return cudaErrorInvalidValue;  // as CUDA, at the next node
+  const bool twice = std::unique(unique.begin(), unique.end()) != unique.end();  // CUDA refuses it at the next node
   stream->front.assign(front, front + size);
   stream->edges.assign(edges, edges + size);
-  return refuse_if(!stream->capturing || flags != cudaStreamSetCaptureDependencies);
+  return refuse_if(twice || !stream->capturing || flags != cudaStreamSetCaptureDependencies);
 }
 
-// Two layers at the same time, each on its own stream: launch 0 of a layer is on its stream before its steps, which have `kernels` launches each
-// and wait for all but one where `overlaps` says so; one launch comes after them. Where `fails` says so a step returns an error after its launches.
+// Two layers, each on its own stream: launch 0 of a layer is on its stream before its steps, which have `kernels` launches each and wait for all
+// but one where `overlaps` says so; one launch comes after them. Where `fails` says so a step returns an error after its launches.
+// The layers take turns, or, `apart`, one is launched after the other; with `two_devices` the second one is on a device of its own.
 // before_2xL: of each launch those of the same layer that end before it starts, or with bit 63 one of the other layer. Returns how many streams
 // were made, or -1 after an error other than the step's own.
-extern "C" int overlap(int capturing, int steps, const int* overlaps, const int* kernels, int fails, Launches* before_2xL) {
+extern "C" int overlap(int capturing, int steps, const int* overlaps, const int* kernels, int fails, int apart, int two_devices,
+                       Launches* before_2xL) {
   using moe::Status;
-  device_fails = false;
+  calls_until_failure = -1;
   for (CUstream_st& s : streams) s.before = 0;  // all that was launched before has ended
   for (CUevent_st& e : events) e.before = 0;
-  CUstream_st stream[2];
-  for (CUstream_st& s : stream) s.capturing = capturing != 0;
+  static CUstream_st stream[2];
+  std::optional<moe::Overlap> overlap[2];
   int id[2] = {0, 24};
   Launches* next[2] = {before_2xL, before_2xL + 24};
   const auto put = [&](int layer, cudaStream_t on) {
@@ -105,37 +117,61 @@ extern "C" int overlap(int capturing, int steps, const int* overlaps, const int*
     *next[layer]++ = ((before & ~others) >> (24 * layer)) | (before & others ? Launches{1} << 63 : 0);
   };
   bool wrong = false;
-  {
-    put(0, &stream[0]);
-    put(1, &stream[1]);
-    moe::Overlap overlap[2] = {moe::Overlap(&stream[0]), moe::Overlap(&stream[1])};
+  const auto turn = [&](int layer) { device_now = two_devices != 0 ? layer : 0; };
+  const auto begin = [&](int layer) {
+    turn(layer);
+    stream[layer] = {};
+    stream[layer].device = device_now;
+    stream[layer].capturing = capturing != 0;
+    put(layer, &stream[layer]);
+    overlap[layer].emplace(&stream[layer]);
+  };
+  const auto step = [&](int layer, int i) {
+    turn(layer);
+    const Status status = overlap[layer]->step(overlaps[i] ? moe::After::kAllButOne : moe::After::kAll, [&](cudaStream_t lane) {
+      for (int k = 0; k < kernels[i]; ++k) put(layer, lane);
+      return i == fails ? Status{"as asked"} : Status{};
+    });
+    wrong |= status.message != (i == fails ? "as asked" : "");
+  };
+  const auto end = [&](int layer) {
+    turn(layer);
+    if (fails < 0) {  // after an error nobody calls join()
+      wrong |= !overlap[layer]->join().ok();
+      wrong |= overlap[layer]->step(moe::After::kAll, [](cudaStream_t) { return Status{}; }).ok();
+    }
+    overlap[layer].reset();
+    put(layer, &stream[layer]);
+  };
+  if (fails >= 0) steps = fails + 1;
+  for (int first = 0; first < 2; first += apart != 0 ? 1 : 2) {
+    const int last = apart != 0 ? first : 1;
+    for (int layer = first; layer <= last; ++layer) begin(layer);
     for (int i = 0; i < steps; ++i) {
-      for (int layer = 0; layer < 2; ++layer) {
-        const Status status = overlap[layer].step(overlaps[i] ? moe::After::kAllButOne : moe::After::kAll, [&](cudaStream_t lane) {
-          for (int k = 0; k < kernels[i]; ++k) put(layer, lane);
-          return i == fails ? Status{"as asked"} : Status{};
-        });
-        wrong |= status.message != (i == fails ? "as asked" : "");
-      }
-      if (i == fails) break;
+      for (int layer = first; layer <= last; ++layer) step(layer, i);
     }
-    // After an error nobody calls join().
-    for (int layer = 0; layer < 2 && fails < 0; ++layer) {
-      wrong |= !overlap[layer].join().ok();
-      wrong |= overlap[layer].step(moe::After::kAll, [](cudaStream_t) { return Status{}; }).ok();
-    }
+    for (int layer = first; layer <= last; ++layer) end(layer);
   }
-  put(0, &stream[0]);
-  put(1, &stream[1]);
-  return wrong ? -1 : static_cast<int>(streams.size());
+  return wrong || last_error != cudaSuccess ? -1 : static_cast<int>(streams.size());
 }
 
-// Whether an error of the runtime reaches who asks for a step, and runs none.
-extern "C" int reports_errors() {
-  device_fails = true;
+// Four steps, of which the runtime fails one call, counted from 0. Returns 0 where there is no such call; 1 if the error is reported, what comes
+// after it does not run, and nothing is left of it for others; else -1.
+extern "C" int reports_an_error(int capturing, int call) {
+  last_error = cudaSuccess;
+  device_now = 0;
+  calls_until_failure = call;
   CUstream_st stream;
-  moe::Overlap overlap(&stream);
-  bool ran = false;
-  const bool stepped = overlap.step(moe::After::kAll, [&](cudaStream_t) { return ran = true, moe::Status{}; }).ok();
-  return !stepped && !ran && !overlap.join().ok();
+  stream.capturing = capturing != 0;
+  moe::Status status;
+  int ran = 0;
+  {
+    moe::Overlap overlap(&stream);
+    for (int i = 0; i < 4 && status.ok(); ++i) {
+      status = overlap.step(i % 2 == 0 ? moe::After::kAll : moe::After::kAllButOne, [&](cudaStream_t) { return ++ran, moe::Status{}; });
+    }
+    if (status.ok()) status = overlap.join();
+  }
+  if (calls_until_failure >= 0) return status.ok() && ran == 4 ? 0 : -1;
+  return !status.ok() && last_error == cudaSuccess ? 1 : -1;
 }

@@ -37,10 +37,11 @@ def expected(overlaps, kernels):
     return [*before, (1 << len(before)) - 1], [*free, 0]
 
 
-def run(library, capturing, overlaps, kernels, fails=-1):
+def run(library, capturing, overlaps, kernels, fails=-1, apart=False, two_devices=False):
     before = np.zeros((2, SLOTS), np.uint64)
     ints = [np.array(a, np.int32).ctypes.data_as(ctypes.c_void_p) for a in (overlaps, kernels)]
-    streams = library.overlap(capturing, len(overlaps), *ints, fails, before.ctypes.data_as(ctypes.c_void_p))
+    pointer = before.ctypes.data_as(ctypes.c_void_p)
+    streams = library.overlap(capturing, len(overlaps), *ints, fails, apart, two_devices, pointer)
     assert streams >= 0
     return streams, [[int(b) for b in layer] for layer in before]
 
@@ -51,7 +52,7 @@ def test_a_step_waits_for_what_it_says_and_for_nothing_else(library, capturing, 
     random = np.random.default_rng(seed)
     steps = int(random.integers(0, 10))
     overlaps, kernels = random.integers(0, 2, steps), random.integers(1 - seed % 2, 3, steps)
-    _, layers = run(library, capturing, overlaps, kernels)
+    _, layers = run(library, capturing, overlaps, kernels, apart=seed % 3 == 0, two_devices=seed % 4 == 0)
     wanted, free = expected(overlaps, kernels)
     for before in layers:
         for launch, (least, none) in enumerate(zip(wanted, free, strict=True)):
@@ -71,9 +72,13 @@ def test_after_an_error_the_stream_waits_for_what_was_launched(library, capturin
 
 
 def test_lanes_are_used_again(library):
-    counts = {run(library, False, [0, 1, 1], [1, 1, 1])[0] for _ in range(5)}
-    assert len(counts) == 1 and counts.pop() <= 2  # two layers at the same time
+    ways = [(apart, two) for apart in (False, True) for two in (False, True)]
+    counts = [{run(library, False, [0, 1, 1], [1, 1, 1], -1, *way)[0] for way in ways} for _ in range(3)]
+    assert counts[1] == counts[2] and len(counts[1]) == 1
 
 
-def test_an_error_of_the_runtime_is_reported(library):
-    assert library.reports_errors() == 1
+@pytest.mark.parametrize("capturing", [False, True], ids=["streams", "graph"])
+def test_an_error_of_the_runtime_is_reported_once(library, capturing):
+    found = [library.reports_an_error(capturing, call) for call in range(60)]
+    calls = found.index(0)
+    assert calls > 8 and found == [1] * calls + [0] * (60 - calls)

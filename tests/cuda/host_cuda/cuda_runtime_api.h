@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 
 typedef struct CUstream_st* cudaStream_t;
 typedef struct CUevent_st* cudaEvent_t;
@@ -17,7 +18,8 @@ enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaStreamSetCaptu
 
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorInvalidValue"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no such product"; }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t last_error = cudaSuccess;
+inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
