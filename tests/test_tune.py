@@ -42,11 +42,14 @@ def test_a_table_is_read_as_it_was_written_and_overrides_the_shipped_one(cache):
         ('{"gpu": [{"tokens": 1}]}', "'ways'"),
         (json.dumps({"gpu": [dataclasses.asdict(ENTRY) | {"ways": {"down": "of_old"}}]}), "version .down: of_old"),
         (json.dumps({"gpu": [dataclasses.asdict(ENTRY) | {"width": -8}]}), "positive"),
+        (json.dumps({"gpu": [dataclasses.asdict(ENTRY) | {"width": 10**20}]}), "below 2.31"),
+        (json.dumps({"gpu": [dataclasses.asdict(ENTRY) | {"width": True}]}), "positive"),
+        ("\xff", "can't decode"),
     ],
 )
 def test_a_damaged_table_is_named(cache, text, what):
     cache.parent.mkdir()
-    cache.write_text(text)
+    cache.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=what) as caught:
         ways.entries("gpu")
     assert str(cache) in str(caught.value) and "delete it" in str(caught.value)

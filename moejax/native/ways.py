@@ -69,11 +69,11 @@ def read(path: pathlib.Path) -> dict[str, list[Entry]]:
       ValueError: the file is not such a table; the message names the file and what is wrong.
     """
     try:
-        text = path.read_text()
+        table = path.read_bytes()
     except FileNotFoundError:
         return {}
     try:
-        return {gpu: [_entry(values) for values in entries] for gpu, entries in json.loads(text).items()}
+        return {gpu: [_entry(values) for values in entries] for gpu, entries in json.loads(table).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a table of ways of this version ({error}): delete it; `python -m moejax.tune` measures again"
@@ -114,6 +114,6 @@ def _entry(values: dict) -> Entry:
         if product not in PRODUCTS or way not in WAYS:
             raise ValueError(f"{product}: {way} is not a product and a way")
     sizes = {name: values[name] for name in _SIZES}
-    if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-        raise ValueError(f"sizes are {sizes}; expected positive integers")
+    if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
+        raise ValueError(f"sizes are {sizes}; expected positive integers below 2^31")
     return Entry(**sizes, ways=dict(values["ways"]))
