@@ -97,7 +97,7 @@ inline Layout layout_of(const LayerShape& s, Kind kind, bool fp8, bool accumulat
 
 inline Tiling tiling(const LayerShape& s, Kind kind, bool skip_empty, Layout layout) {
   using OnN = MxTokensNConfig;
-  const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows};
+  const Tiling t = {kind, 2 * kTileM, kind == kGateUp ? kTileN / 2 : kTileN, m_extent(s, kind), n_extent(s, kind), skip_empty, Pairs::kRows, true};
   switch (layout) {
     case Layout::kTokensN: return {kind, OnN::kTokens, step_n<OnN>(kind), t.m_extent, t.n_extent, skip_empty, Pairs::kColumns};
     case Layout::kResident512: return in_strips<ResidentConfig>(t);

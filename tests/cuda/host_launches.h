@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bias.h"
+#include "host_tasks.h"
 #include "isa/host/host.h"
 #include "quantize.h"
 #include "rows.h"
@@ -33,13 +34,11 @@ Status describe_tensor(Map* map, const char* name, Element element, const void* 
 inline float widen_bf16(uint16_t x) { return mx::float_of(static_cast<uint32_t>(x) << 16); }
 
 Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start_E, const TaskList* lists, int num_lists, cudaStream_t) {
+  const std::vector<int32_t> counts(count_E, count_E + experts), starts(start_E, start_E + experts);
   for (int l = 0; l < num_lists; ++l) {
-    int32_t at = 0;
-    for (int e = 0; e < experts; ++e) {
-      const TaskGrid grid = task_grid(lists[l], count_E[e]);
-      for (int i = 0; i < grid.total; ++i) lists[l].tasks[at++] = make_task(lists[l], grid, i, e, start_E[e], count_E[e]);
-    }
-    *lists[l].num_tasks = at;
+    const auto tasks = list_tasks(static_cast<const Tiling&>(lists[l]), counts, starts, 3);  // for how many clusters changes no result
+    std::copy(tasks.begin(), tasks.end(), lists[l].tasks);
+    *lists[l].num_tasks = static_cast<int32_t>(tasks.size());
   }
   return {};
 }

@@ -1,5 +1,7 @@
 // Task lists by their definition: every output tile of every expert belongs to one task, neighbours of a pair included; no list is longer
-// than max_tasks says. Prints the number of lists; exits with 1 at the first fault.
+// than max_tasks says; experts follow one another from round to round, and no cluster has more work than there must be. Prints the number of
+// lists; exits with 1 at the first fault.
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <random>
@@ -15,21 +17,23 @@ using namespace moe;
 // Tiles of 64 rows by step_n columns: how often each is some task's. 64 divides every tile height.
 using Tiles = std::map<std::tuple<int, int, int, int>, int>;  // expert, matrix, row / 64, column tile
 
-std::string check(const Tiling& t, const std::vector<int>& count_E) {
+std::string check(const Tiling& t, const std::vector<int>& count_E, int clusters) {
   std::vector<int> start_E;
   int rows = 0;
   for (int count : count_E) {
     start_E.push_back(rows);
     rows += (count + 127) / 128 * 128;
   }
-  const auto tasks = list_tasks(t, count_E, start_E);
+  const auto tasks = list_tasks(t, count_E, start_E, clusters);
   if (static_cast<int64_t>(tasks.size()) > max_tasks(t, rows, static_cast<int>(count_E.size()))) return "longer than max_tasks";
   Tiles found;
-  int last = 0;
-  for (const Task& task : tasks) {
+  int last = 0, last_of_round = 0;  // of the round before
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const Task& task = tasks[i];
     const bool wgrad = is_wgrad(t.kind);
-    if (task.expert < last) return "experts out of order";
-    last = task.expert;
+    if (i % clusters == 0) last_of_round = last;
+    if (task.expert < last_of_round) return "experts out of order";
+    last = std::max(last, task.expert);
     const int first = wgrad ? task.m0 : task.row0 - start_E[task.expert];
     if (task.row0 + task.rows != start_E[task.expert] + count_E[task.expert]) return "rows end in another expert";
     const bool strips = t.pairs == Pairs::kStrips;
@@ -60,10 +64,39 @@ std::string check(const Tiling& t, const std::vector<int>& count_E) {
   return found.empty() ? "" : "a tile outside the output";
 }
 
+// Work of the busiest of 66 clusters, and the mean, for Qwen3-30B's kDgradDown: a light task is two thirds of another.
+struct Load {
+  double busiest, mean;
+};
+Load load(std::mt19937& random, int clusters) {
+  std::vector<int> count_E(128), start_E(128);
+  for (int i = 0; i < 65536; ++i) ++count_E[random() % 128];
+  const Tiling t = {kDgradDown, 256, 256, 0, 768, false, Pairs::kRows, true};
+  const auto tasks = list_tasks(t, count_E, start_E, clusters);
+  std::vector<double> work(66);
+  double all = 0;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const double own = tasks[i].pair == kPairN && tasks[i].rows <= 64 ? 2.0 / 3 : 1;
+    work[i % 66] += own;
+    all += own;
+  }
+  return {*std::max_element(work.begin(), work.end()), all / 66};
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 random(3);
+  for (int i = 0; i < 20; ++i) {
+    const auto state = random;
+    const Load plain = load(random, 1);
+    random = state;
+    const Load ours = load(random, 66);
+    if (ours.busiest > ours.mean + 0.55 || ours.busiest > plain.busiest - 0.3) {
+      std::printf("the busiest cluster has %.2f tasks' work, by experts %.2f, the mean is %.2f\n", ours.busiest, plain.busiest, ours.mean);
+      return 1;
+    }
+  }
   int lists = 0;
   for (int i = 0; i < 4000; ++i) {
     Tiling t = {};
@@ -77,12 +110,15 @@ int main() {
     if (t.pairs == Pairs::kStrips) t.m_extent = div_up(t.m_extent, 64) * 64;
     t.n_extent = 8 * (1 + static_cast<int>(random() % 400));
     t.skip_empty = random() % 2;
+    t.level = random() % 4 > 0;
     std::vector<int> count_E;
-    for (unsigned e = 0; e < 1 + random() % 6; ++e) count_E.push_back(random() % 3 == 0 ? 0 : static_cast<int>(random() % 2600));
-    const std::string wrong = check(t, count_E);
+    const unsigned experts = 1 + random() % (random() % 2 ? 6 : 40);
+    for (unsigned e = 0; e < experts; ++e) count_E.push_back(random() % 3 == 0 ? 0 : static_cast<int>(random() % 2600));
+    const int clusters = 1 + static_cast<int>(random() % 70);
+    const std::string wrong = check(t, count_E, clusters);
     if (!wrong.empty()) {
-      std::printf("kind %d, pairs %d, tile %d x %d, extents %d x %d: %s\n", t.kind, static_cast<int>(t.pairs), t.tile_m, t.step_n, t.m_extent,
-                  t.n_extent, wrong.c_str());
+      std::printf("kind %d, pairs %d, tile %d x %d, extents %d x %d, %d clusters: %s\n", t.kind, static_cast<int>(t.pairs), t.tile_m, t.step_n,
+                  t.m_extent, t.n_extent, clusters, wrong.c_str());
       return 1;
     }
     ++lists;
