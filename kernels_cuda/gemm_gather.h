@@ -32,25 +32,26 @@ struct GatherLane {
   }
 };
 
-// One task: up to 128 rows, 128 bytes of K at a time. Which rows they are is the same for every K block, so where they start, in bytes from the
-// start of the tokens, is kept: in registers, or, where a warp has few, in shared memory (Config::kOffsetTable), from where a lane reads four at a
-// time. Rows past the expert's count read the first token: rows of a product do not meet, and the epilogue writes zeros for them.
+// One task: up to 128 rows, 128 bytes of K at a time. Which rows they are is the same for every K block, so where they start is kept: in registers, in
+// bytes from the start of the tokens, or, where a warp has few, in shared memory (Config::kOffsetTable), in vectors. Rows past the expert's count read
+// the first token: rows of a product do not meet, and the epilogue writes zeros for them.
 template <class Isa, class Config, class Arguments>
 MOE_FN void gather_rows(const Task& tile, int k_blocks, const Arguments& args, Ring<Isa, Config>& ring) {
   constexpr bool kTable = Config::kOffsetTable > 0;
   constexpr int kInstructions = Config::kTileM / 4;
+  constexpr int kFours = kInstructions / 8;  // of instructions, for a panel
   constexpr uint32_t kTablePitch = 4 * kInstructions + 16;  // of a row of four; those of all four are read without bank conflicts
   const GatherLane<Isa> mine;
   uint32_t offset[kTable ? 1 : kInstructions];
   if (kTable) Isa::warp_sync();  // all lanes have read those of the tile before
-  MOE_UNROLL
+  MOE_UNROLL_BY(kTable ? 1 : Config::kTileM / 32)
   for (int q = 0; q < Config::kTileM / 32; ++q) {
     const int row = 32 * q + static_cast<int>(mine.lane);
     const int slot = row < tile.rows ? args.slot_M[tile.row0 + row] : 0;
     const int token = slot / args.top_k;
     if constexpr (kTable) {
       Isa::store_word(ring.base + Config::kOffsetTable + mine.lane % 4 * kTablePitch + 4 * (8 * q + mine.lane / 4),
-                      (static_cast<uint32_t>(token) * static_cast<uint32_t>(args.gather_vectors)) * 16u);
+                      static_cast<uint32_t>(token) * static_cast<uint32_t>(args.gather_vectors));
     } else {
       MOE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -61,38 +62,45 @@ MOE_FN void gather_rows(const Task& tile, int k_blocks, const Arguments& args, R
   if (kTable) Isa::warp_sync();
   const bool two_panels = tile.rows > 64;
   const int whole_blocks = args.gather_vectors / 8;  // the last block may stand over the end of a row
-  const uint8_t* from = args.gather + (kTable ? 16 * mine.piece : 0);
-  // Four instructions of the current stage; inside: whether this lane's piece exists.
-  auto gather_four = [&](uint32_t dst, int four, bool inside) {
-    uint32_t at[4];
-    if constexpr (kTable) {
-      const auto read = Isa::load_vector(ring.base + Config::kOffsetTable + mine.row * kTablePitch + 16 * four);
-      at[0] = read.x, at[1] = read.y, at[2] = read.z, at[3] = read.w;
-    } else {
-      MOE_UNROLL
-      for (int i = 0; i < 4; ++i) at[i] = offset[4 * four + i];
-    }
+  const uint8_t* from = args.gather;
+  // A panel of the current stage; inside: whether this lane's piece exists.
+  auto gather_panel = [&](uint32_t dst, int p, bool inside) {
     MOE_UNROLL
-    for (int i = 0; i < 4; ++i) Isa::gather_vector(mine.address(dst, 4 * four + i), inside ? from + at[i] : args.gather, inside ? 16u : 0u);
+    for (int i = kInstructions / 2 * p; i < kInstructions / 2 * (p + 1); ++i) {
+      Isa::gather_vector(mine.address(dst, i), inside ? from + offset[i] : args.gather, inside ? 16u : 0u);
+    }
+  };
+  // The same by the table. Four places are read while the copies of the four before are issued. The base is hidden from the compiler, which would add it
+  // to each place in two steps; in one, there are registers for several addresses, and no copy waits until the one before has read its own.
+  auto gather_by_table = [&](uint32_t panel, uint32_t table, const uint8_t* base, bool inside) {
+    auto next = Isa::load_vector(table);
+    MOE_UNROLL
+    for (int four = 0; four < kFours; ++four) {
+      const uint32_t places[4] = {next.x, next.y, next.z, next.w};
+      if (four + 1 < kFours) next = Isa::load_vector(table + 16 * (four + 1));
+      MOE_UNROLL
+      for (int i = 0; i < 4; ++i) Isa::gather_vector(mine.address(panel, 4 * four + i), base + uint64_t{16} * places[i], inside ? 16u : 0u);
+    }
   };
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
     const uint32_t dst = ring.data();
-    auto gather_panel = [&](int p, bool inside) {
-      MOE_UNROLL
-      for (int i = 0; i < kInstructions / 8; ++i) gather_four(dst, kInstructions / 8 * p + i, inside);
-    };
-    if (kb < whole_blocks) {
-      gather_panel(0, true);
-      if (two_panels) gather_panel(1, true);
+    const bool inside = 8 * kb + static_cast<int>(mine.piece) < args.gather_vectors;
+    if constexpr (kTable) {
+      const uint8_t* base = Isa::not_before(args.gather + (inside ? 128u * static_cast<uint32_t>(kb) + 16u * mine.piece : 0u));
+      const uint32_t table = ring.base + Config::kOffsetTable + mine.row * kTablePitch;
+      MOE_NO_UNROLL
+      for (int p = 0; p < (two_panels ? 2 : 1); ++p) gather_by_table(dst + p * kPanelBytes, table + 16 * kFours * p, base, inside);
+    } else if (kb < whole_blocks) {
+      gather_panel(dst, 0, true);
+      if (two_panels) gather_panel(dst, 1, true);
     } else {
-      const bool inside = 8 * kb + static_cast<int>(mine.piece) < args.gather_vectors;
-      gather_panel(0, inside);
-      gather_panel(1, inside);
+      gather_panel(dst, 0, inside);
+      gather_panel(dst, 1, inside);
     }
     Isa::gather_arrive(ring.full());
-    from += 128;
+    if (!kTable) from += 128;
     ring.advance();
   }
 }

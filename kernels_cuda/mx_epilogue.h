@@ -148,13 +148,16 @@ struct ColumnStrip {
     const uint32_t pair = lane % 8 / 2;
     return panel + panel_offset(8 * pair + 2 * (pair ^ lane / 8) + lane % 2, chunk);
   }
-  MOE_FN void load(const uint32_t (&panels)[2], uint32_t lane, uint32_t chunk, uint32_t (&maxima)[2]) {
-    uint32_t largest[4];
+  MOE_FN void load(const uint32_t (&panels)[2], uint32_t lane, uint32_t chunk) {
     MOE_UNROLL
     for (int block = 0; block < 4; ++block) {
       Isa::load_matrices_transposed(source(panels[block / 2], lane, chunk) + 32 * kPanelRowBytes * (block % 2), pairs[block]);
-      largest[block] = mx::largest_pair(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3]);
     }
+  }
+  MOE_FN void find_maxima(uint32_t* maxima) const {  // of this lane's eight rows of each block
+    uint32_t largest[4];
+    MOE_UNROLL
+    for (int block = 0; block < 4; ++block) largest[block] = mx::largest_pair(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3]);
     maxima[0] = mx::larger_halves(largest[0], largest[1]);
     maxima[1] = mx::larger_halves(largest[2], largest[3]);
   }
@@ -260,7 +263,8 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
     }
   }
 
-  // One matrix after the other: once all warps have read it, its place in the second stage takes the result.
+  // One matrix after the other: once all warps have read it, its place in the second stage takes the result. The next one is read before that, while
+  // nothing waits for it.
   template <class Arguments>
   MOE_FN void quantize_columns(const Arguments& args, int column) {
     const auto& epilogue = this->epilogue;
@@ -269,34 +273,43 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
     const int first_line = static_cast<int>(64 * epilogue.consumer + 16 * epilogue.warp + lane / 4);
     const int64_t at = this->tile.row0 / 128 * pitch + this->tile.n0 + column;
     const bool write = lane % 4 == 0 && this->tile.n0 + column < args.n_extent;
+    uint8_t* codes = args.column_codes + at + first_line;                                   // a byte per column: an operand A
+    uint16_t* scales_of_h = args.scaled_h_scales + at + mx::fragment_position(first_line);  // in BF16, in fragment order: an operand B
+    ColumnStrip<Isa> strips[2];
+    auto read = [&](int r) {
+      const uint32_t panels[2] = {slot_panel<Config>(stage, 0, r), slot_panel<Config>(stage, 1, r)};
+      MOE_UNROLL
+      for (uint32_t s = 0; s < 2; ++s) strips[s].load(panels, lane, 2 * epilogue.warp + s);
+    };
+    auto report = [&] {  // early: the others wait for it further down
+      Isa::warp_sync();
+      if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
+    };
     Isa::barrier_wait(Barriers::shared(epilogue.base), column / 128);
+    read(0);
+    report();
     MOE_NO_UNROLL
     for (int r = 0; r < 3; ++r) {
-      const uint32_t panels[2] = {slot_panel<Config>(stage, 0, r), slot_panel<Config>(stage, 1, r)};
-      ColumnStrip<Isa> strips[2];
-      uint32_t maxima[2][2];
+      uint32_t all[4];
       MOE_UNROLL
-      for (uint32_t s = 0; s < 2; ++s) strips[s].load(panels, lane, 2 * epilogue.warp + s, maxima[s]);
-      Isa::warp_sync();  // early: the others wait for it further down
-      if (lane == 0) Isa::barrier_arrive(Barriers::taken(epilogue.base));
-      uint32_t all[4] = {maxima[0][0], maxima[0][1], maxima[1][0], maxima[1][1]};
+      for (int s = 0; s < 2; ++s) strips[s].find_maxima(all + 2 * s);
       max_over_lanes<Isa, 1, 2>(all);
       mx::TwoScales scales[4];
       mx::two_scales(all, scales);
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) strips[s].quantize(lane, scales + 2 * s);
+      if (r < 2) read(r + 1);
       MOE_UNROLL
       for (int s = 0; s < 2; ++s) {
-        const int line = first_line + 8 * s;
-        if (write && r < 2) {  // a byte per column: an operand A
-          args.column_codes[r * (args.num_rows / 128) * pitch + at + line] = static_cast<uint8_t>(strips[s].common);
-        } else if (write) {  // scales in BF16, in fragment order: an operand B
-          args.scaled_h_scales[at + mx::fragment_position(line)] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(strips[s].common)) >> 16);
-        }
+        const uint32_t common = strips[s].common;
+        if (write & (r < 2)) codes[8 * s] = static_cast<uint8_t>(common);
+        if (write & (r == 2)) scales_of_h[2 * s] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(common)) >> 16);
       }
+      codes += args.num_rows / 128 * pitch;
       Isa::barrier_wait(Barriers::taken(epilogue.base), (column / 128 + r) & 1);
       MOE_UNROLL
       for (uint32_t s = 0; s < 2; ++s) strips[s].write(slot_panel<Config>(this->ring.data(), epilogue.consumer, r), lane, 2 * epilogue.warp + s);
+      if (r < 2) report();
     }
     Ring<Isa, Config>::release(first_empty);
   }

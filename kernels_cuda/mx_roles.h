@@ -181,6 +181,7 @@ MOE_FN void multiply_rows(float (&sum)[Config::kAcc], const Task& tile, const Ar
     for (int half = 0; half < 2; ++half) {
       start_half<Isa, Config>(block, stage, consumer, half, [] {});
       if (half == 0) {  // while the products run
+        Isa::warp_sync();  // or the compiler reads the codes, and waits for them, before the second product
         const uint32_t rows = scale_bytes(ring) + 64 * consumer + epilogue.row_in_group();
         const uint32_t row[2] = {Isa::load_shared_byte(rows), Isa::load_shared_byte(rows + 8)};
         MOE_UNROLL
@@ -344,7 +345,12 @@ struct MxRoles {
       carry_rows<Isa>(batch.kinds[0].carry);
     } else if (gathers(batch)) {
       Ring<Isa, Config> ring(base);
-      for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { gather_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+      const int count = *batch.num_tasks, step = static_cast<int>(Isa::num_clusters());
+      MOE_NO_UNROLL
+      for (int i = static_cast<int>(Isa::cluster_index()); i < count; i += step) {  // no TaskStream: registers are few, and there is time to read a task
+        const Task task = batch.tasks[i];
+        gather_task<kKind, Isa>(task, batch.kinds[0], Isa::cluster_rank(), ring);
+      }
     }
   }
   template <class Batch>

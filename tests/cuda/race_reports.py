@@ -98,6 +98,14 @@ class Pair:
     def barriers(self, after: int, before: int) -> list[str]:
         return [line for at, line in self.lines.items() if after < at < before and "SYNCS" in line]
 
+    def loops(self, barriers: list[str]) -> bool:
+        """Whether both instructions are in a loop that has these barriers and no others."""
+        for at, line in self.lines.items():
+            found = re.search(r"\bBRA 0x([0-9a-f]+)$", line)
+            if found and at > self.write and int(found[1], 16) <= self.read:
+                return self.barriers(int(found[1], 16) - 1, at) == barriers
+        return False
+
     def next_barrier(self, at: int) -> str:
         return next(iter(self.barriers(at, max(self.lines) + 1)), "")
 
@@ -113,12 +121,19 @@ def offset_in(line: str) -> str | None:
 
 def column_reuse(first: Access, second: Access, code: Code) -> bool:
     """Whether a pair is the columns of dgrad-down (ColumnStrip in mx_epilogue.h), read by transposing ldmatrix and later
-    overwritten: between the two, the code has an arrival on one barrier and the wait for it, and no other barrier."""
+    overwritten: between the two, the code has an arrival on one barrier and the wait for it, and no other barrier. Or it has
+    the wait alone, for the turn of the loop before; then the arrival comes behind the write, the end of the loop behind that,
+    and the next turn's wait and write behind its start.
+    """
     kernel = "mx_grouped_gemm<moe::MxRoles<(moe::Kind)2,"
     pair = Pair.of(first, second, code, kernel, "LDSM.16.MT88.4", "STS.64")
     if pair is None:
         return False
     between = pair.barriers(pair.read, pair.write)
+    if len(between) == 1:
+        between = [pair.next_barrier(pair.write), *between]
+        if not pair.loops(between[::-1]):
+            return False
     barriers = [re.search(r"\[(\w+\+0x[0-9a-f]+)\]", line) for line in between]
     return (
         len(between) == 2

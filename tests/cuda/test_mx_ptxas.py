@@ -69,6 +69,17 @@ def product_loops(loops, program):
 
 
 @needs_nvcc
+def test_codes_are_read_behind_the_products(loops):
+    """Row kinds: between the four products of a half, or before the first, nothing waits for shared memory."""
+    for name, (loop,) in product_loops(loops, "7MxRoles").items():
+        if not re.search(r"KindE[0-3]E", name):
+            continue  # weight gradients read scales ahead
+        products = [i for i, line in enumerate(loop) if "QGMMA" in line]
+        reads = [i for i, line in enumerate(loop) if "LDS.U8" in line]
+        assert len(reads) == 2 and products[3] < min(reads) < max(reads) < products[4], (name, products, reads)
+
+
+@needs_nvcc
 def test_product_loops_touch_no_local_memory(loops):
     on_m, on_n = product_loops(loops, "7MxRoles"), product_loops(loops, "9MxTokensN")
     assert (len(on_m), len(on_n)) == (8, 4)  # six and three kinds, those with an activation in two forms

@@ -60,6 +60,42 @@ def test_other_pairs_are_not(report, lines):
     assert not column_reuse(first, second, lines)
 
 
+def loop_code(wait="[UR32+0x38108]", end="@P3 BRA 0x18", more="NOP"):
+    lines = [
+        (0x18, "NOP"),
+        (0x20, "LDSM.16.MT88.4 R4, [R46]"),
+        (0x30, f"SYNCS.PHASECHK.TRANS64.TRYWAIT P1, {wait}, R4"),
+        (0x40, more),
+        (0x50, "STS.64 [R4], R6"),
+        (0x60, "@P3 BRA 0x80"),
+        (0x70, "@!P4 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR32+0x38108], RZ"),
+        (0x80, end),
+        (0x90, "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR32+0x38000], R4"),
+        (0xA0, "@P3 BRA 0x10"),
+    ]
+    return disassembly(NAME, lines)
+
+
+def test_columns_read_a_turn_ahead_are_known():
+    ((first, second),) = pairs_of(log())
+    assert column_reuse(first, second, loop_code())
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        loop_code(wait="[UR32+0x38100]"),  # for something else
+        loop_code(end="@P3 BRA 0x28"),  # the read is before the loop
+        loop_code(end="SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR32+0x38100], RZ"),  # the loop has another barrier
+        loop_code(more="SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR32+0x38000], R4"),
+        loop_code(more="@!P4 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR32+0x38100], RZ"),
+    ],
+)
+def test_other_loops_are_not(lines):
+    ((first, second),) = pairs_of(log())
+    assert not column_reuse(first, second, lines)
+
+
 def weights_code(
     arrive="[R27+URZ+0x38320]", wait="[UR27+0x38320]", read="LDS R24, [R24+UR22+0x38600]", taken="[R16+URZ+0x38040]"
 ):

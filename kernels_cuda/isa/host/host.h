@@ -34,7 +34,10 @@ struct Host {
     host::barrier_arrive(static_cast<int>(rank), bar, count, 0);
   }
   static void barrier_wait(uint32_t bar, uint32_t parity) { host::barrier_wait(bar, parity); }
-  static uint32_t not_before(uint32_t value) { return value; }
+  template <class T>
+  static T not_before(T value) {
+    return value;
+  }
   static void warp_sync() {
     warp("warp_sync", 0, nullptr, [](void**) { host::warp_synced(); });
   }
