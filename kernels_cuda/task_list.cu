@@ -81,7 +81,7 @@ Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start
   Lists all = {};
   for (int i = 0; i < num_lists; ++i) all.list[i] = lists[i];
   const size_t shared = 2 * sizeof(int) * (static_cast<size_t>(experts) + 1);
-  if (shared > kMostShared) return {"build_tasks: experts is " + std::to_string(experts)};
+  if (shared > kMostShared) return {"build_tasks: experts is " + std::to_string(experts) + ", must be below " + std::to_string(kMostShared / (2 * sizeof(int)))};
   int clusters = 0;
   const cudaError_t error = count_clusters(&clusters);
   if (error != cudaSuccess) return failed("build_tasks", error);
