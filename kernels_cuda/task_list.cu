@@ -64,6 +64,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Of more experts than fit above, all layers of a stack: one block per expert and list adds up the tasks of the experts before it, then writes its
+// own, in the order of the experts.
+__global__ void __launch_bounds__(kThreads)
+    build_stack_kernel(Lists lists, int experts, const int32_t* __restrict__ count_E, const int32_t* __restrict__ start_E) {
+  const TaskList& list = lists.list[blockIdx.y];
+  const int expert = blockIdx.x;
+  __shared__ int first_task;
+  if (threadIdx.x == 0) first_task = 0;
+  __syncthreads();
+  int before = 0;
+  for (int e = threadIdx.x; e < expert; e += kThreads) before += task_grid(list, count_E[e]).total;
+  atomicAdd(&first_task, before);  // integers: the sum has no order
+  __syncthreads();
+  const int rows = count_E[expert];
+  const TaskGrid own = task_grid(list, rows);
+  if (expert == experts - 1 && threadIdx.x == 0) *list.num_tasks = first_task + own.total;
+  for (int i = threadIdx.x; i < own.total; i += kThreads) {
+    list.tasks[first_task + i] = make_task(list, own, i, expert, start_E[expert], rows);
+  }
+}
+
 // Clusters that run a product of Hopper: a block on each multiprocessor, in pairs. Where fewer fit, lists are in another order than the best.
 cudaError_t count_clusters(int* clusters) {
   int device = 0, sms = 0;
@@ -81,7 +102,11 @@ Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start
   Lists all = {};
   for (int i = 0; i < num_lists; ++i) all.list[i] = lists[i];
   const size_t shared = 2 * sizeof(int) * (static_cast<size_t>(experts) + 1);
-  if (shared > kMostShared) return {"build_tasks: experts is " + std::to_string(experts) + ", must be below " + std::to_string(kMostShared / (2 * sizeof(int)))};
+  if (shared > kMostShared) {
+    build_stack_kernel<<<dim3(static_cast<unsigned>(experts), static_cast<unsigned>(num_lists)), kThreads, 0, stream>>>(
+        all, static_cast<int>(experts), count_E, start_E);
+    return launched("build_tasks");
+  }
   int clusters = 0;
   const cudaError_t error = count_clusters(&clusters);
   if (error != cudaSuccess) return failed("build_tasks", error);
