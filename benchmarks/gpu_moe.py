@@ -12,7 +12,9 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 import argparse
 import pathlib
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import traceback
 
@@ -67,7 +69,21 @@ class Problem:
         self.flops = 6 * self.tokens * self.top_k * self.d * self.f
 
 
+def temperature() -> str:
+    """Of the card, now: its clock falls with heat. Empty where nvidia-smi does not say."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=temperature.gpu", "--format=csv,noheader", f"--id={_uuid()}"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    return f"{found.stdout.strip()} C after" if found.returncode == 0 else ""
+
+
+def _uuid() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def dense_tflops(size: int = 8192) -> float:
+    """What the card makes of a cuBLAS product at this time; taken right before each shape."""
     a = torch.randn(size, size, device="cuda").bfloat16()
     b = torch.randn(size, size, device="cuda").bfloat16()
     return 2 * size**3 / median_ms(lambda: a @ b, 50) / 1e9
@@ -134,12 +150,12 @@ def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
     return {"forward": forward, "backward": median_ms(peer.step, iterations) - forward}
 
 
-def check(name: str, impl: str, found: dict, expected: dict) -> str:
-    """Relative errors against the FP32 reference in one line; a result that is plainly another function is not timed."""
+def check(name: str, impl: str, found: dict, expected: dict, limit: float = MAX_ERROR) -> str:
+    """Relative errors against the FP32 reference in one line; a result that is plainly another function raises ValueError."""
     errors = gpu_peers.errors(found, expected)
     line = ", ".join(f"{tensor} {error:.1e}" for tensor, error in errors.items())
     print(f"{name:24s} {impl:32s} relative errors: {line}", flush=True)
-    if not all(error < MAX_ERROR for error in errors.values()):
+    if not all(error < limit for error in errors.values()):
         raise ValueError(f"{impl} does not compute the layer, relative errors against FP32: {line}")
     return f"relative errors {line}"
 
@@ -154,7 +170,7 @@ def peer_run(name: str, peer_name: str, p: Problem, expected: dict, iterations: 
 
 def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: dict, notes: str, dense: float) -> None:
     """Prints one line per pass, and appends it to the file as JSON."""
-    notes = f"{notes}; dense cuBLAS {dense:.0f} TFLOP/s in the same process"
+    notes = "; ".join(filter(None, [notes, f"dense cuBLAS {dense:.0f} TFLOP/s right before this shape", temperature()]))
     for kind, ms in times.items():
         tflops = p.flops * (1 if kind == "forward" else 2) / ms / 1e9
         line = base | {
@@ -165,10 +181,12 @@ def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: 
         result_lines.append(path, line)
 
 
-def measure(name: str, args: argparse.Namespace, base: dict, dense: float) -> None:
+def measure(name: str, args: argparse.Namespace, base: dict) -> None:
     """One shape: ours, then the peers; a peer that fails or lacks its package prints why and does not stop the others."""
     p = Problem(name)
     expected = gpu_peers.reference(p)
+    dense = dense_tflops()
+    print(f"{name}: dense cuBLAS 8192^3 BF16 {dense:.0f} TFLOP/s", flush=True)
     if not args.no_ours:
         record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args), dense)
         torch.cuda.empty_cache()
@@ -197,14 +215,12 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
-    dense = dense_tflops()
-    print(f"dense cuBLAS 8192^3 BF16: {dense:.0f} TFLOP/s", flush=True)
     base = {
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
     for name in args.shapes.split(","):
-        measure(name, args, base, dense)
+        measure(name, args, base)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per
 optimizer step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, because
-the card's clock falls as it warms up; a figure is the median over rounds of the medians. FLOPs are 6 T K D F
-forward and twice that backward.
+the card's clock falls as it warms up; a figure is the median over rounds of the medians. torch runs once, after
+them. Then every variant's results are held to the FP32 reference; a line says by how much they differ. FLOPs are
+6 T K D F forward and twice that backward.
 """
 
 import argparse
@@ -24,6 +25,8 @@ import gpu_peers
 import mx_c_api
 import result_lines
 from gpu_moe import SHAPES, Problem, dense_tflops, median_ms
+
+MAX_ERROR = 0.12  # elements of E4M3 with a scale per 32: a few percent of a product of two such operands
 
 VARIANTS = {
     # impl suffix: (mode, wgrad in BF16, what is saved)
@@ -62,6 +65,7 @@ class Mx:
             for master, weight in zip(masters, weights, strict=True):
                 layer.prepare(master, weight)
 
+        self.results = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw[0], "dw_down": dw[1]}
         self.passes = {"forward": forward, "backward": backward, "weights": prepare}
         forward()
         self.weight_bytes = (
@@ -85,6 +89,7 @@ class Bf16:
         def backward():
             layer.backward(p.x, p.weight, p.dy, plan, p.w_gate_up, p.w_down, gate_up, dx, d_weight, *dw)
 
+        self.results = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw[0], "dw_down": dw[1]}
         self.passes = {"forward": forward, "backward": backward}
         forward()
 
@@ -104,6 +109,27 @@ def print_profile(run, repeats: int = 5) -> None:
     print("    us: " + "  ".join(f"{name} {us:.0f}" for name, us in sorted(times.items())), flush=True)
 
 
+def checked(name: str, p: Problem, impls: list[str]) -> dict[str, str]:
+    """Relative errors of each implementation against FP32; raises ValueError where one computes something else."""
+    expected = gpu_peers.reference(p)
+    notes = {}
+    for impl in impls:
+        run = None
+        try:
+            run = Bf16(p) if impl == "moejax-native" else Mx(p, *(VARIANTS | TOKENS_M)[impl])
+            for tensor in run.results.values():
+                tensor.fill_(float("nan"))
+            run.passes["forward"]()
+            run.passes["backward"]()
+            limit = gpu_moe.MAX_ERROR if impl == "moejax-native" else MAX_ERROR
+            notes[impl] = gpu_moe.check(name, impl, run.results, expected, limit)
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: {impl} not held to FP32: {str(error).splitlines()[0]}")
+        del run
+        torch.cuda.empty_cache()
+    return notes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -115,8 +141,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
-    dense = dense_tflops()
-    print(f"dense cuBLAS 8192^3 BF16: {dense:.0f} TFLOP/s", flush=True)
     base = {
         **result_lines.stamp(args.commit),
         "gpu": torch.cuda.get_device_name(),
@@ -126,6 +150,9 @@ def main() -> None:
     }
     for name in args.shapes.split(","):
         p = Problem(name)
+        dense = dense_tflops()
+        print(f"{name}: dense cuBLAS 8192^3 BF16 {dense:.0f} TFLOP/s", flush=True)
+        heat: dict[str, str] = {}
         times: dict[tuple[str, str], list[float]] = {}
         bytes_saved = {}
         weight_gbps = {}
@@ -140,6 +167,7 @@ def main() -> None:
                 for kind, call in run.passes.items():
                     count = args.iterations // args.rounds if kind != "weights" else 10
                     times.setdefault((impl, kind), []).append(median_ms(call, count))
+                heat[impl] = gpu_moe.temperature()
                 if isinstance(run, Mx):
                     weight_gbps[impl] = run.weight_bytes
                 if args.profile:
@@ -155,11 +183,13 @@ def main() -> None:
                 del peer
             except torch.OutOfMemoryError as error:
                 print(f"{name}: torch grouped_mm: {str(error).splitlines()[0]}")
+        errors = checked(name, p, ["moejax-native", *args.variants.split(",")])
         for (impl, kind), found in times.items():
             ms = statistics.median(found)
             ours = impl in every
             tflops = None if kind == "weights" else round(p.flops * (1 if kind == "forward" else 2) / ms / 1e9, 1)
-            notes = f"dense cuBLAS BF16 {dense:.0f} TFLOP/s in the same run; {len(found)} rounds"
+            notes = f"dense cuBLAS BF16 {dense:.0f} TFLOP/s right before this shape; {len(found)} rounds"
+            notes += "".join(f"; {note[impl]}" for note in (heat, errors) if note.get(impl))
             if impl in bytes_saved:
                 notes += f"; residuals {bytes_saved[impl]} bytes besides the inputs"
             if impl.startswith("torch"):
