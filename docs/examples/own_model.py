@@ -14,25 +14,26 @@ class OwnModel(nnx.Module):
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         self.embed = nnx.Embed(vocab, width, rngs=rngs)
         config = MoEConfig(num_experts=8, expert_width=2 * width, balance=BalanceConfig(aux_coef=0.01))
-        self.moe = MoE(width, config, rngs=rngs)
+        self.moe = MoE(width, config, rngs=rngs, recipe="bf16")
         self.head = nnx.Linear(width, vocab, rngs=rngs)
 
-    def __call__(self, token_BxL):
+    def __call__(self, token_BxL, copies=None):
         x_BxLxD = self.embed(token_BxL)
-        y_BxLxD, stats = self.moe(x_BxLxD)
+        y_BxLxD, stats = self.moe(x_BxLxD, copies=copies)
         return self.head(x_BxLxD + y_BxLxD), stats
 
 
-def loss_fn(model, token_BxL):
+def loss_fn(model, token_BxL, copies):
     """Predict the next token; the balance loss keeps all experts in use."""
-    logits, stats = model(token_BxL[:, :-1])
+    logits, stats = model(token_BxL[:, :-1], copies)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, token_BxL[:, 1:]).mean()
     return nll + balance_loss(stats, model.moe.spec, tokens=stats.tokens), stats
 
 
 @nnx.jit
 def train_step(model, optimizer, token_BxL):
-    (loss, stats), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, token_BxL)
+    copies = model.moe.expert_copies()  # what the recipe's products read: once per step, outside of the gradient
+    (loss, stats), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, token_BxL, copies)
     optimizer.update(model, grads)
     return loss, stats.count_E
 
