@@ -14,7 +14,7 @@ INSTALL = scripts/install.sh
 # One process per core of the smallest machine; a file stays in one process, so that it compiles its programs once.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup train test test-all test-oldest cuda test-cuda-host test-cuda lint sanitize bench-cpu lock
+.PHONY: help setup train test test-all test-oldest cuda test-cuda-host test-cuda cuda-library torch lint sanitize bench-cpu lock
 
 help:
 	@echo "make train        train configs/quickstart.yaml: an MoE on Python's own source code"
@@ -23,7 +23,8 @@ help:
 	@echo "make test-oldest  part of the tests on jax $(OLDEST_JAX), the oldest supported"
 	@echo "make cuda         build the CUDA kernels too (needs nvcc 13.0 or newer)"
 	@echo "make test-cuda-host  checks of the CUDA code that need nvcc and no GPU (host emulator, compiled code)"
-	@echo "make test-cuda    the tests that need a GPU"
+	@echo "make cuda-library  build the kernels as a C library, for benchmarks/gpu_*.py and the kernels' own tests"
+	@echo "make test-cuda    the tests that need a GPU (and torch); builds that library"
 	@echo "make lint         ruff and mypy"
 	@echo "make sanitize     C++ tests under the address, undefined-behaviour and thread sanitizers"
 	@echo "make bench-cpu    the CPU benchmark of the expert layer"
@@ -76,9 +77,15 @@ test-cuda-host: cuda
 	  $(PYTHON_RUN) -m pip install -qq -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	PATH="$$PATH:/usr/local/cuda/bin:$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/bin)" MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest $(WORKERS) -m "not gpu" tests/cuda tests/test_cuda_module.py $(ARGS)
 
-# On a machine with a GPU: all tests marked gpu.
-test-cuda: cuda
+# On a machine with a GPU: all tests marked gpu. Those of the kernels alone drive the C library through torch, and would skip without.
+test-cuda: torch cuda cuda-library
 	MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m gpu $(ARGS)
+
+cuda-library: $(VENV)/.deps
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" && cmake -S kernels_cuda -B build/cuda -G Ninja && cmake --build build/cuda
+
+torch: $(VENV)/.deps
+	@$(PYTHON_RUN) -c "import torch" || { echo "test-cuda needs torch, which moejax does not: $(VENV)/bin/pip install torch" >&2; exit 1; }
 
 lint: $(VENV)/.deps
 	$(PYTHON_RUN) -m ruff check .

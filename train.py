@@ -21,7 +21,8 @@ from moejax.data.placement import local_rows, place_batch
 from moejax.distributed import exit_process, processes
 from moejax.mesh_plan import config_mesh
 from moejax.training.compiling import compile_step, use_compile_cache
-from moejax.training.errors import one_line_errors
+from moejax.training.errors import one_line_errors, print_page
+from moejax.training.experts_line import experts_line
 from moejax.training.finish import finish
 from moejax.training.loop import Interrupts, fit
 from moejax.training.metrics import MetricLog, Progress
@@ -34,7 +35,7 @@ from moejax.training.watchdog import Watchdog, watched
 
 def main(arguments: list[str]) -> int:
     if not arguments or "-h" in arguments or "--help" in arguments:
-        print(f"{__doc__}\n{help_text()}")
+        print_page(f"{__doc__}\n{help_text()}")
         return 0 if arguments else 2
     path, *overrides = arguments
     with one_line_errors() as outcome:
@@ -76,6 +77,7 @@ def train(run: RunFolder, config: Config, watchdog: Watchdog) -> int:
     if jax.process_count() > 1:
         devices += f" of {jax.process_count()} processes"
     print(f"{total:,} parameters, {active:,} active per token; {devices}")
+    print(experts_line(config, mesh))
     if needs_counting_pass(config):
         print("moe.balance.aux_scope=global with micro-batches: one more forward pass per step counts the experts")
     first = split_batch(next(train_iterator(dataset, config, rows)), config.training.micro_batches)

@@ -22,8 +22,10 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import result_lines  # noqa: E402
+from benchmarks import arguments, result_lines  # noqa: E402
 
+IMPLS = ("native", "xla")
+NO_GPU = 3  # exit code of a measurement that has no GPU to run on
 BASE = ROOT / "benchmarks" / "qwen3-30b-a3b-4layers.yaml"
 
 # A kernel belongs to the first part whose pattern its name, or the scopes of its operation, match.
@@ -39,7 +41,9 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--impl", default="native,xla", help="expert backends, separated by commas")
+    parser.add_argument(
+        "--impl", type=arguments.names(IMPLS), default="native,xla", help="expert backends, separated by commas"
+    )
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument(
         "--xla-iterations", type=int, default=5, help="of backend xla, whose steps take many times as long"
@@ -51,9 +55,9 @@ def main() -> None:
     parser.add_argument("--child", choices=("time", "profile"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print("RESULT " + json.dumps(measure(args)), flush=True)
+        print("RESULT " + json.dumps(measure(args.impl[0], args)), flush=True)
         return
-    for impl in args.impl.split(","):
+    for impl in args.impl:
         iterations = args.xla_iterations if impl == "xla" else args.iterations
         try:
             result = _run_child(args, impl, iterations, "time")
@@ -79,15 +83,20 @@ def _run_child(args, impl: str, iterations: int, child: str) -> dict:
             result = json.loads(text[7:])
         else:
             print(text, end="", flush=True)
-    if process.wait() or result is None:
+    if process.wait() == NO_GPU:
+        sys.exit("gpu_step.py needs a GPU, and JAX finds none here (python -m moejax.info says what it finds)")
+    if process.returncode or result is None:
         raise RuntimeError(f"the {child} run failed with exit code {process.returncode}")
     return result
 
 
-def measure(args) -> dict:
+def measure(impl: str, args) -> dict:
     """One implementation: compiles the step, times it, profiles it. Returns a result line without date and commit."""
     import jax
     import jaxlib
+
+    if jax.default_backend() != "gpu":
+        sys.exit(NO_GPU)
 
     from moejax.config_load import load
     from moejax.mesh import make_mesh
@@ -95,7 +104,7 @@ def measure(args) -> dict:
     from moejax.training.state import create_state, make_skeleton, parameter_counts
     from moejax.training.step import make_step, split_batch
 
-    config = load(str(BASE), [f"moe.backend={args.impl}", "model.vocab_size=151936", *args.set])
+    config = load(str(BASE), [f"moe.backend={impl}", "model.vocab_size=151936", *args.set])
     training = config.training
     with jax.set_mesh(make_mesh(config.mesh, config.moe.num_experts, axis_type=jax.sharding.AxisType.Auto)):
         mesh = jax.sharding.get_mesh()
@@ -107,7 +116,7 @@ def measure(args) -> dict:
         ]
         step, _ = compile_step(make_step(make_skeleton(config), config), state, batches[0])
         print(
-            f"{args.impl}: {total:,} parameters, {active:,} active; compiled after {time.perf_counter() - started:.0f} s",
+            f"{impl}: {total:,} parameters, {active:,} active; compiled after {time.perf_counter() - started:.0f} s",
             flush=True,
         )
         losses = []
@@ -132,8 +141,8 @@ def measure(args) -> dict:
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     tokens, seconds = training.global_batch * training.sequence_length, statistics.median(times)
     spread = f"{min(times) * 1e3:.1f} to {max(times) * 1e3:.1f}"
-    print(f"{args.impl}: {tokens / seconds:,.0f} tokens/s, {seconds * 1e3:.1f} ms per step ({spread})", flush=True)
-    print(f"{args.impl}: peak {peak / 2**30:.1f} GiB, losses {losses}", flush=True)
+    print(f"{impl}: {tokens / seconds:,.0f} tokens/s, {seconds * 1e3:.1f} ms per step ({spread})", flush=True)
+    print(f"{impl}: peak {peak / 2**30:.1f} GiB, losses {losses}", flush=True)
     flops = _flops(config)
     notes = (
         f"attention {config.model.attention}, remat {training.remat}, loss_chunk {training.loss_chunk}, "
@@ -145,7 +154,7 @@ def measure(args) -> dict:
         "bench": "train_step",
         "shape": "qwen3-30b-a3b-4-layers",
         "recipe": config.recipe,
-        "impl": f"moejax-{args.impl}",
+        "impl": f"moejax-{impl}",
         "pass": "step",
         "ranks": 1,
         "tokens": tokens,

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import functools
 import json
 import pathlib
 import subprocess
@@ -14,14 +15,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default="", help="commit of the code; asked of git if empty")
 
 
-def commit_of_code() -> str:
-    """Short hash of the checkout that this file is in, "unknown" outside of one."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=pathlib.Path(__file__).parent)
-    except OSError:  # no git
+@functools.cache
+def commit_of_code(folder: pathlib.Path = pathlib.Path(__file__).parent) -> str:
+    """Short hash of the checkout that `folder` is in, with "-dirty" where its files are not the commit's; "unknown" outside of one.
+
+    Asked once. Result files do not count: the first line of a run changes one.
+    """
+    commit = _git(folder, "rev-parse", "--short", "HEAD")
+    if commit is None:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    changed = _git(
+        folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results"
+    )
+    return f"{commit}-dirty" if changed != "" else commit
+
+
+def _git(folder: pathlib.Path, *command: str) -> str | None:
+    """What git prints, or None if it cannot."""
+    try:
+        found = subprocess.run(["git", *command], capture_output=True, text=True, check=False, cwd=folder)
+    except OSError:  # no git
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def stamp(commit: str = "") -> dict[str, Any]:

@@ -9,7 +9,14 @@ import math
 import os
 import pathlib
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "the C library's tests and benchmarks need torch, which moejax does not: pip install torch", name="torch"
+    ) from None
 
 LIBRARY = pathlib.Path(
     os.environ.get("MOEJAX_CUDA_LIBRARY")
@@ -85,13 +92,23 @@ def _dirty(shape, dtype) -> torch.Tensor:
     return out.fill_(255 if dtype == torch.uint8 else -1)
 
 
+def load(library=LIBRARY) -> ctypes.CDLL:
+    """The C library. FileNotFoundError, with the command that builds it, where it is not."""
+    if not pathlib.Path(library).exists():
+        raise FileNotFoundError(
+            f"{library} is not built, and `make cuda` builds the JAX module alone: run `make cuda-library` (CMake's target "
+            "moe_cuda_c in kernels_cuda)"
+        )
+    return ctypes.CDLL(str(library))
+
+
 class Layer:
     """One expert layer of fixed shape; owns its workspaces."""
 
     def __init__(
         self, tokens, top_k, experts, d_model, width, activation="swiglu", recompute=False, library=LIBRARY, ways=None
     ):
-        self.lib = ctypes.CDLL(str(library))
+        self.lib = load(library)
         for name in ("moe_schedule", "moe_forward", "moe_backward"):
             getattr(self.lib, name).restype = ctypes.c_char_p
         for name in (

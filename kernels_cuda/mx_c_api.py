@@ -7,6 +7,7 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 import ctypes
 import dataclasses
 
+import c_api
 import torch
 from c_api import ACTIVATIONS, KINDS, LIBRARY, WAYS, Plan, _Activation, _Shape
 
@@ -36,7 +37,7 @@ class _Weights(ctypes.Structure):
 
 
 def load(library=LIBRARY) -> ctypes.CDLL:
-    lib = ctypes.CDLL(str(library))
+    lib = c_api.load(library)
     for name in ("mx_quantize", "mx_count_losses", "mx_prepare_weight", "mx_forward", "mx_backward"):
         getattr(lib, name).restype = ctypes.c_char_p
     for name in ("mx_code_bytes", "mx_forward_workspace_bytes", "mx_backward_workspace_bytes"):

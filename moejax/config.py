@@ -100,16 +100,21 @@ class MoEConfig:
     )
     drop_policy: Literal["position"] = _field("position", "which rows go over capacity: the last in token order")
     wgrad: Literal["recipe", "bf16"] = _field("recipe", "weight-gradient GEMMs: as the recipe says, or in bf16")
-    mx_mode: Literal["exact", "aligned"] = _field("exact", "how MXFP8 products run on Hopper")
+    mx_mode: Literal["exact", "aligned"] = _field(
+        "exact",
+        "how MXFP8 products run. exact: by the format's definition, on Hopper at BF16's rate or below; aligned: on Hopper's FP8 "
+        "tensor cores, fast, with one scale for 128 elements. The native kernels of CPUs and of Blackwell are exact",
+    )
     bf16_layers: tuple[int, ...] = _field(
         (), "MoE layers (by MoE index, negative from the end) kept in bf16 under mxfp8"
     )
     backend: Literal["dense", "xla", "native", "megakernel"] | None = _field(
-        None, "none: the fastest that can run the shape here, logged once"
+        None, "none: the fastest that can run the shape here; the run prints which, and why no faster one"
     )
     transport: Literal["all_gather", "all_to_all", "ragged_all_to_all"] | None = _field(
         None,
-        "how rows travel over the expert axis; none: the one that moves fewer bytes, logged once. ragged_all_to_all needs GPUs",
+        "how rows travel over the expert axis; none: the one that moves fewer bytes, which the run prints. "
+        "ragged_all_to_all needs GPUs",
         numerics=False,
     )
     minibatch_rows: int | None = _field(

@@ -10,14 +10,9 @@ from typing import Any
 
 from moejax.config import Config, DistributedConfig, MeshConfig, ModelConfig, MoEConfig
 from moejax.ops.activation import check_activation
+from moejax.ops.backends import WIDTH_UNITS, fitting_widths
 from moejax.ops.schedule import parse_capacity_factor
-from moejax.ops.spec import check_router
-
-_UNIT = {
-    "fp32": 1,
-    "bf16": 8,
-    "mxfp8": 32,
-}  # D and F are multiples of this: 16-byte rows, one scale block (docs/design.md §2)
+from moejax.ops.spec import check_router, recipe_problems
 
 _STEP_SEQUENCES = 2**20  # more would take minutes to put together, and no run wants them
 _STEP_TOKENS = 2**31 - 1  # counts of tokens are int32
@@ -74,20 +69,13 @@ def _experts(moe: MoEConfig) -> Iterator[str]:
 
 
 def _recipe(config: Config) -> Iterator[str]:
-    unit = _UNIT[config.recipe]
+    unit = WIDTH_UNITS[config.recipe]
     for key, width in (("model.d_model", config.model.d_model), ("moe.expert_width", config.moe.expert_width)):
         if width % unit:
-            lower, upper = width - width % unit, width - width % unit + unit
-            fit = f"{lower} or {upper}" if lower else f"{upper}"
-            yield f"{key} is {width}, but recipe={config.recipe} needs a multiple of {unit}: use {fit}"
-    if config.recipe != "mxfp8":
-        for key, value, default in (
-            ("moe.bf16_layers", config.moe.bf16_layers, ()),
-            ("moe.wgrad", config.moe.wgrad, "recipe"),
-            ("moe.mx_mode", config.moe.mx_mode, "exact"),
-        ):
-            if value != default:
-                yield f"{key} has an effect only with recipe=mxfp8, but recipe is {config.recipe}"
+            yield (
+                f"{key} is {width}, but recipe={config.recipe} needs a multiple of {unit}: use {fitting_widths(width, unit)}"
+            )
+    yield from recipe_problems(config.moe, config.recipe)
 
 
 def _layers(config: Config) -> Iterator[str]:

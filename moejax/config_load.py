@@ -26,6 +26,11 @@ from moejax.config_check import problems
 
 _INT32_MAX = 2**31 - 1
 
+# What the docs name and people therefore look for among the fields.
+_NO_FIELD = {
+    "ways": "the ways of a product are no setting; `python -m moejax.tune` measures and keeps the fastest (docs/native.md)"
+}
+
 
 class ConfigError(ValueError):
     """A config that cannot be used. The message has one line for each problem, and each names its key."""
@@ -287,6 +292,8 @@ def _nearest_key(key: str) -> str:
     keys = [name for name, _, _ in _fields(Config)]
     sections = sorted({name.rpartition(".")[0] for name in keys} - {""})
     head, _, name = key.rpartition(".")
+    if name in _NO_FIELD:
+        return f"; {_NO_FIELD[name]}"
     siblings = [k for k in keys + sections if k.rpartition(".")[0] == head]
     near = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in siblings], n=1, cutoff=0.7)
     if near:

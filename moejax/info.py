@@ -70,7 +70,7 @@ def _backends() -> list[str]:
     lines = ["backends of an expert layer (E 8, D 256, F 512, one device):"]
     for recipe in _RECIPES:
         spec = MoESpec(num_experts=8, d_model=256, expert_width=512, recipe=recipe, backend=None)
-        chosen = backends.resolve_backend(spec)
+        chosen, _ = backends.choose_backend(spec)
         lines.append(f"  {recipe}: {chosen}")
         for name in _BACKENDS:
             lines.append(f"    {name}: {_reason(name, chosen, spec.replace(backend=name))}")
@@ -79,7 +79,7 @@ def _backends() -> list[str]:
 
 def _reason(name: str, chosen: str, spec: MoESpec) -> str:
     try:
-        backends.resolve_backend(spec)
+        backends.choose_backend(spec)
     except ValueError as error:
         return "no, " + str(error).removeprefix(f"backend {name} cannot run on ")
     if name == chosen:

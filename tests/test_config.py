@@ -108,6 +108,10 @@ def test_lists_become_tuples():
         ("moe.router.topk=3", "moe.router.topk: unknown key; did you mean moe.router.top_k?"),
         ("training.sequense_length=3", "training.sequense_length: unknown key; did you mean training.sequence_length?"),
         ("optimiser.b1=0.5", "optimiser: unknown key; did you mean optimizer?"),
+        (
+            "moe.ways=gathered",
+            "moe.ways: unknown key; the ways of a product are no setting; `python -m moejax.tune` measures",
+        ),
         ("top_k=3", "top_k: unknown key; did you mean moe.router.top_k?"),
         ("moe.top_k=3", "moe.top_k: unknown key; did you mean moe.router.top_k?"),
         ("recipe=bf61", 'recipe: expected one of fp32, bf16, mxfp8, got the text "bf61"; did you mean bf16?'),

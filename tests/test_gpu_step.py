@@ -1,8 +1,11 @@
 """The configs for one H200 and the parts of benchmarks/gpu_step.py that need no GPU."""
 
 import math
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -24,6 +27,20 @@ def test_configs_have_the_sizes_they_say():
     layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128 + 2 * 2048 + 128 * 2048 + 128 * 3 * 2048 * 768
     assert parameters(gpu_step.BASE) == 4 * layer + 2 * 151936 * 2048 + 2048 == 3_114_814_464
     assert round(parameters(ROOT / "configs" / "h200-code.yaml", "model.vocab_size=258") / 1e9, 2) == 0.83
+
+
+def test_a_machine_without_gpu_is_told_in_one_line():
+    done = subprocess.run(
+        [sys.executable, gpu_step.__file__],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert (
+        done.stderr == "gpu_step.py needs a GPU, and JAX finds none here (python -m moejax.info says what it finds)\n"
+    )
 
 
 def test_batches_are_packed_documents_whose_targets_stay_inside():

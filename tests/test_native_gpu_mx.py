@@ -79,7 +79,7 @@ def test_what_the_gpu_kernels_cannot_run_is_refused_by_rule():
     spec = make_problem([4, 4], 64, 64, recipe="mxfp8").spec
     for changes, rule in (
         ({"expert_bias": True}, "biases in bf16, not in mxfp8"),
-        ({"recipe": "bf16", "save": "gate_up_mx"}, "belongs to mxfp8"),
+        ({"recipe": "bf16", "save": "gate_up_mx"}, "belongs to mxfp8: use save gate_up"),
     ):
         with pytest.raises(ValueError, match=rule):
             resolve_backend(spec.replace(**changes))

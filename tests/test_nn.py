@@ -108,6 +108,19 @@ def test_a_gate_without_shared_experts_is_refused():
         MoE(D, dataclasses.replace(CONFIG, shared_experts=0), rngs=nnx.Rngs(0))
 
 
+def test_layers_by_number_are_refused_by_a_layer_that_has_none():
+    with pytest.raises(ValueError, match=r"bf16_layers is \(0,\), .* give the layers meant recipe='bf16'"):
+        MoE(32, dataclasses.replace(CONFIG, expert_width=32, bf16_layers=(0,)), rngs=nnx.Rngs(0), recipe="mxfp8")
+
+
+@pytest.mark.parametrize("field", [{"mx_mode": "aligned"}, {"wgrad": "bf16"}])
+def test_settings_of_another_recipe_are_refused(field):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(field))} has an effect only with recipe=mxfp8, but recipe is bf16"
+    ):
+        MoE(D, dataclasses.replace(CONFIG, **field), rngs=nnx.Rngs(0), recipe="bf16")
+
+
 ACTS = [ActivationConfig(name, limit=0.7 if name.startswith("swiglu_") else None) for name in
         ("swiglu", "geglu", "swiglu_clamped", "swiglu_oai")]  # fmt: skip
 
@@ -173,3 +186,13 @@ def test_the_example_of_an_own_model_learns(capsys):
     losses = runpy.run_path("docs/examples/own_model.py")["main"](60)
     assert losses[0] > 3.0 and losses[-1] < 0.5 * losses[0]
     assert "tokens per expert" in capsys.readouterr().out
+
+
+def test_the_example_runs_its_experts_in_bf16_and_takes_their_copies():
+    model = runpy.run_path("docs/examples/own_model.py")["OwnModel"](32, 64, nnx.Rngs(0))
+    copies, token_BxL = model.moe.expert_copies(), np.arange(24).reshape(2, 12) % 32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(copies)} == {"bfloat16"}
+    whole, _ = model(token_BxL)
+    np.testing.assert_array_equal(model(token_BxL, copies)[0], whole)
+    nothing = jax.tree.map(jnp.zeros_like, copies)  # what the products read, so the experts then add nothing
+    np.testing.assert_array_equal(model(token_BxL, nothing)[0], model.head(model.embed(token_BxL)))

@@ -29,7 +29,7 @@ def config_of(recipe="fp32", model=None, training=None, **moe):
 
 
 def test_spec_is_the_config_and_the_mesh():
-    config = config_of(router={"top_k": 3}, balance={"aux_coef": 0.5}, capacity_factor="1.25", wgrad="bf16")
+    config = config_of("mxfp8", router={"top_k": 3}, balance={"aux_coef": 0.5}, capacity_factor="1.25", wgrad="bf16")
     alone = moe_spec(config)
     assert (alone.num_experts, alone.d_model, alone.expert_width, alone.top_k) == (8, 64, 96, 3)
     assert (alone.axis, alone.ranks, alone.local_experts, alone.backend) == (None, 1, 8, "xla")
@@ -63,7 +63,6 @@ def test_layers_kept_in_bf16_count_moe_layers_from_both_ends():
     config = config_of("mxfp8", bf16_layers=(0, -1))
     assert [moe_spec(config, layer=i).recipe for i in range(3)] == ["bf16", "mxfp8", "bf16"]
     assert moe_spec(config, layer=-3).recipe == "bf16" and moe_spec(config).recipe == "mxfp8"
-    assert moe_spec(config_of("fp32", bf16_layers=(0,)), layer=0).recipe == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -73,14 +72,24 @@ def test_layers_kept_in_bf16_count_moe_layers_from_both_ends():
         ({"router": {"top_k": 1}}, "norm_topk with k = 1"),
         ({"router": {"hash_layers": 4}}, "hash_layers is 4 but the model has 3 MoE layers"),
         ({"balance": {"bias_rate": 0.001}}, "bias_rate is 0.001 but there is no bias to move: set router.select_bias"),
-        ({"bf16_layers": (3,)}, r"bf16_layers: layer 3 does not exist; the model has 3 MoE layers, 0..2 \(or -3..-1"),
-        ({"bf16_layers": (-4,)}, "layer -4 does not exist"),
+        (
+            {"recipe": "mxfp8", "bf16_layers": (3,)},
+            r"bf16_layers: layer 3 does not exist; the model has 3 MoE layers, 0..2 \(or -3..-1",
+        ),
+        ({"recipe": "mxfp8", "bf16_layers": (-4,)}, "layer -4 does not exist"),
         ({"capacity_factor": "1e1"}, "capacity_factor is '1e1'"),
         ({"recipe": "mxfp8", "expert_width": 40}, "expert_width is 40"),
         ({"recipe": "bf16", "model": {"d_model": 60}}, "d_model is 60"),
         ({"act": {"name": "swiglu_oai"}}, "limit"),
         ({"router": {"score_fn": "sqrt_softplus"}}, "score_fn is 'sqrt_softplus'; expected 'softmax' or 'sigmoid' or"),
         ({"balance": {"aux_scope": "batch"}}, "aux_scope is 'batch'; expected 'sequence' or 'micro_batch' or 'global'"),
+        ({"save": "gateup"}, "save is 'gateup'; expected 'auto' or 'recompute' or 'gate_up' or 'gate_up_mx'"),
+        (
+            {"recipe": "bf16", "bf16_layers": (0,)},
+            r"bf16_layers has an effect only with recipe=mxfp8, .* bf16 \(.* is \(0,",
+        ),
+        ({"recipe": "bf16", "mx_mode": "aligned"}, "mx_mode has an effect only with recipe=mxfp8, but recipe is bf16"),
+        ({"wgrad": "bf16"}, "wgrad has an effect only with recipe=mxfp8, but recipe is fp32"),
         (
             {"save": "gate_up", "training": {"remat": "layer"}},
             "save is 'gate_up' but training.remat 'layer' does not keep",

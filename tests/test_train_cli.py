@@ -17,6 +17,7 @@ import pytest
 import yaml
 from orbax.checkpoint import v1 as ocp
 
+from moejax import native
 from moejax.checkpoint import named_leaves
 from moejax.training.metrics import read_records
 from train import main as command_line
@@ -139,6 +140,15 @@ def test_a_run_trains_and_leaves_its_artefacts(undisturbed):
     sample = (folder / "runs/tiny/sample.txt").read_text()
     assert sample.startswith("import ") and sample in done.stdout
     assert sorted(p.name for p in (folder / "runs/tiny/checkpoints").iterdir()) == ["10", "12"]
+
+
+def test_a_run_says_with_what_its_experts_run(undisturbed):
+    _, _, done, _ = undisturbed
+    backend = "native" if native.missing("_cpu") is None else "xla (not native: "
+    (line,) = re.findall(r"^experts: .*$", done.stdout, re.M)
+    assert line.startswith(f"experts: backend {backend.split()[0]}, recipe fp32") and (backend == "native") == (
+        "not native" not in line
+    )
 
 
 def test_the_step_compiles_once_and_nothing_compiles_while_it_runs(undisturbed):
@@ -280,6 +290,18 @@ def test_help_lists_every_field(capsys):
     text = capsys.readouterr().out
     for words in ("training.sequence_length", "tokens per sequence", "256", "moe.router.top_k", "a whole number"):
         assert words in text
+
+
+def test_help_into_a_pipe_that_closes_ends_in_silence():
+    """`| head`: its reader takes a line of the many and goes."""
+    with subprocess.Popen(
+        command("--help"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline().startswith("Trains a mixture")
+        child.stdout.close()
+        said = child.stderr.read()
+        assert child.wait(timeout=120) == 0 and said == ""
 
 
 def test_full_disk_ends_the_run_with_one_line(undisturbed):

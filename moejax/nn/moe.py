@@ -97,6 +97,11 @@ class MoE(nnx.Module):
         """
         config = config or MoEConfig()
         if spec is None:
+            if config.bf16_layers:
+                raise ValueError(
+                    f"bf16_layers is {config.bf16_layers}, but a MoE of its own is not told which layer of a model it is: leave "
+                    "it out, and give the layers meant recipe='bf16'"
+                )
             whole = Config(recipe=recipe, model=ModelConfig(d_model=d_model), moe=config)
             spec = moe_spec(whole, mesh if mesh is not None else current_mesh())
         self.spec = spec

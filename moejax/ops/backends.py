@@ -31,7 +31,9 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -47,16 +49,24 @@ _MODULES = {
     "xla": "moejax.ops.experts_xla",
     "dense": "moejax.ops.experts_dense",
 }
-_FASTEST_FIRST = ("megakernel", "native", "xla")  # dense, the oracle, is never chosen
+_FASTEST_FIRST = ("megakernel", "native", "xla")  # of those that are there; dense, the oracle, is never chosen
 
 # Smallest unit of D and F: 16-byte rows in BF16, one scale block in MXFP8. The same in every backend, so that a model
 # that runs in one runs in all.
-_MULTIPLE = {"fp32": 1, "bf16": 8, "mxfp8": 32}
+WIDTH_UNITS = {"fp32": 1, "bf16": 8, "mxfp8": 32}
+
+# A warning is shown at the first line that is neither ours nor that of a library between the user and us.
+_LIBRARIES = tuple(os.path.join(os.path.dirname(os.path.dirname(file)), "") for file in (__file__, jax.__file__))
+
+
+class SlowerBackendWarning(UserWarning):
+    """Experts run on a slower backend than this machine has, because of a setting."""
 
 
 @functools.cache
 def resolve_backend(spec: MoESpec, platform: str | None = None) -> str:
-    """The backend to run `spec` with on `platform`. Logs its choice, once.
+    """The backend to run `spec` with on `platform`. Logs its choice once, and warns once for each reason (`SlowerBackendWarning`)
+    where a setting keeps the experts from kernels that are there.
 
     Args:
       spec: if `spec.backend` is None the fastest that can run it is chosen, else that backend is checked.
@@ -64,26 +74,49 @@ def resolve_backend(spec: MoESpec, platform: str | None = None) -> str:
     Raises:
       ValueError: the backend asked for, or every backend, breaks a rule; the message names it.
     """
-    platform = platform or jax.default_backend()
-    platform = "gpu" if platform in ("cuda", "rocm") else platform
+    name, refused = choose_backend(spec, platform)
+    shape = f"E={spec.num_experts} K={spec.top_k} D={spec.d_model} F={spec.expert_width} R={spec.ranks}"
+    why = "as asked" if spec.backend else not_chosen(refused) or "fastest"
+    logger.info("experts %s %s on %s: backend %s (%s)", shape, spec.recipe, _platform(platform), name, why)
+    if "native" in refused and _load("native").unavailable(_platform(platform)) is None:
+        _warn_slower(name, refused["native"])
+    return name
+
+
+def choose_backend(spec: MoESpec, platform: str | None = None) -> tuple[str, dict[str, str]]:
+    """What `resolve_backend` returns, and the rule that each faster backend of this installation breaks. Says nothing.
+
+    Args, Raises: as `resolve_backend`.
+    """
+    platform = _platform(platform)
     check_spec(spec)
     if spec.backend is not None and spec.backend not in _MODULES:
         raise ValueError(f"moe.backend is {spec.backend!r}; expected one of {', '.join(_MODULES)}, or none")
     refused: dict[str, str] = {}
-    for name in (spec.backend,) if spec.backend else _FASTEST_FIRST:
-        rule = _rule_broken(name, spec, platform)
+    for name in (spec.backend,) if spec.backend else filter(_installed, _FASTEST_FIRST):
+        rule = _load(name).refuses(spec, platform) if _installed(name) else "it is not part of this installation"
         if rule is None:
-            shape = f"E={spec.num_experts} K={spec.top_k} D={spec.d_model} F={spec.expert_width} R={spec.ranks}"
-            why = "as asked" if spec.backend else "; ".join(f"not {other}: {rule}" for other, rule in refused.items())
-            logger.info("experts %s %s on %s: backend %s (%s)", shape, spec.recipe, platform, name, why or "fastest")
-            return name
+            return name, refused
         refused[name] = rule
-    raise ValueError("; ".join(f"backend {name} cannot run on {platform}: {rule}" for name, rule in refused.items()))
+    by_rule: dict[str, list[str]] = {}
+    for name, rule in refused.items():
+        by_rule.setdefault(rule, []).append(name)
+    raise ValueError(
+        "; ".join(
+            f"backend{'s' if names[1:] else ''} {' and '.join(names)} cannot run on {platform}: {rule}"
+            for rule, names in by_rule.items()
+        )
+    )
+
+
+def not_chosen(refused: dict[str, str]) -> str:
+    """The rules of `choose_backend` in words; empty if there are none."""
+    return "; ".join(f"not {name}: {rule}" for name, rule in refused.items())
 
 
 def load(spec: MoESpec) -> types.ModuleType:
     """The module of the backend that runs `spec`."""
-    return importlib.import_module(_MODULES[resolve_backend(spec)])
+    return _load(resolve_backend(spec))
 
 
 def check_spec(spec: MoESpec) -> None:
@@ -91,11 +124,16 @@ def check_spec(spec: MoESpec) -> None:
 
     Raises:
       ValueError: a width is not a multiple of the recipe's unit, the experts do not divide, a choice is
-      no option of its field, an activation field is missing.
+      no option of its field or belongs to another recipe, an activation field is missing.
     """
     for field, width in (("d_model", spec.d_model), ("expert_width", spec.expert_width)):
         check_width(field, width, spec.recipe)
     check_choices(spec, "wgrad", "mx_mode", "save", "drop_policy", "transport")
+    if spec.save == "gate_up_mx" and spec.recipe != "mxfp8":
+        raise ValueError(
+            f"save is gate_up_mx but recipe is {spec.recipe}; the residual in MXFP8 belongs to mxfp8: use save gate_up, "
+            "or recipe mxfp8"
+        )
     if spec.num_experts < 1 or spec.ranks < 1 or spec.num_experts % spec.ranks:
         raise ValueError(
             f"num_experts is {spec.num_experts} over {spec.ranks} expert ranks: the ranks must divide the experts"
@@ -110,14 +148,20 @@ def check_spec(spec: MoESpec) -> None:
 
 def check_width(name: str, width: int, recipe: str) -> None:
     """Raises ValueError unless `width` is a positive multiple of the recipe's unit."""
-    unit = _MULTIPLE.get(recipe)
+    unit = WIDTH_UNITS.get(recipe)
     if unit is None:
-        raise ValueError(f"recipe is {recipe!r}; expected one of {', '.join(_MULTIPLE)}")
+        raise ValueError(f"recipe is {recipe!r}; expected one of {', '.join(WIDTH_UNITS)}")
     if width < 1 or width % unit:
-        fitting = max(1, -(-width // unit)) * unit
         raise ValueError(
-            f"{name} is {width}; recipe {recipe} needs a multiple of {unit} in every backend: use {fitting}"
+            f"{name} is {width}; recipe {recipe} needs a multiple of {unit} in every backend: use "
+            f"{fitting_widths(width, unit)}"
         )
+
+
+def fitting_widths(width: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of a width that is none, in words."""
+    below = max(width, 0) // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def compute_dtype(spec: MoESpec) -> jnp.dtype:
@@ -125,7 +169,25 @@ def compute_dtype(spec: MoESpec) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if spec.recipe == "fp32" else jnp.bfloat16)
 
 
-def _rule_broken(name: str, spec: MoESpec, platform: str) -> str | None:
-    if importlib.util.find_spec(_MODULES[name]) is None:
-        return "it is not part of this installation"
-    return importlib.import_module(_MODULES[name]).refuses(spec, platform)
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(_MODULES[name]) is not None
+
+
+def _load(name: str) -> types.ModuleType:
+    return importlib.import_module(_MODULES[name])
+
+
+def _platform(platform: str | None) -> str:
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+@functools.cache
+def _warn_slower(name: str, rule: str) -> None:
+    warnings.warn(
+        f"moejax: expert layers run on backend {name}, slower here than native, because {rule}. If {name} is meant, ask for it: "
+        f"moe.backend={name}",
+        SlowerBackendWarning,
+        stacklevel=2,
+        skip_file_prefixes=_LIBRARIES,
+    )

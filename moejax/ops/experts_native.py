@@ -55,25 +55,39 @@ def refuses(spec: MoESpec, platform: str) -> str | None:
         return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
     if spec.recipe == "mxfp8" and spec.mx_mode != "exact":
         return f"mx_mode is {spec.mx_mode}, a way to run on Hopper; here MX products are exact: use mx_mode exact"
-    return native.missing("_cpu")
+    return unavailable(platform)
+
+
+def unavailable(platform: str) -> str | None:
+    """What keeps every spec from running on this platform: a device without kernels, a compiled module that is not there."""
+    if platform == "cpu":
+        return native.missing("_cpu")
+    if not _capability().startswith(("9.", "10.")):
+        return f"the device has compute capability {_capability()}; its GPU kernels are for 9.0 (Hopper) and 10.x (Blackwell)"
+    missing = native.missing("_cuda")
+    if missing is None and _capability().startswith("10."):
+        missing = cuda_sm100_calls.library_problem()
+    return missing
+
+
+def aligned_is_faster() -> bool:
+    """Whether mode `aligned` has tensor cores of its own here: those for FP8 of Hopper, where `exact` has BF16's rate."""
+    return _on_gpu() and _capability().startswith("9.")
 
 
 def _refuses_gpu(spec: MoESpec) -> str | None:
     if spec.recipe == "fp32":
-        return "recipe is fp32; its GPU kernels are for bf16 and mxfp8"
-    if spec.save == "gate_up_mx" and spec.recipe != "mxfp8":
-        return f"save is gate_up_mx but recipe is {spec.recipe}; the residual in MXFP8 belongs to mxfp8"
+        return "recipe is fp32; its GPU kernels are for bf16 and mxfp8: use one of these"
     if spec.recipe == "mxfp8" and spec.expert_bias:
         return "expert_bias is set; its GPU kernels have biases in bf16, not in mxfp8"
     if spec.ranks > 1:
-        return f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU"
+        return (
+            f"ranks is {spec.ranks}; its GPU kernels do the whole layer on one GPU: use mesh.expert=1 where a GPU can hold all "
+            "experts"
+        )
     if spec.num_experts > _MAX_GPU_EXPERTS:
         return f"num_experts is {spec.num_experts}; its GPU kernels take up to {_MAX_GPU_EXPERTS}"
-    if _capability().startswith("10."):
-        return _refuses_blackwell(spec)
-    if not _capability().startswith("9."):
-        return f"the device has compute capability {_capability()}; its GPU kernels are for 9.0 (Hopper) and 10.x (Blackwell)"
-    return native.missing("_cuda")
+    return _refuses_blackwell(spec) if _capability().startswith("10.") else unavailable("gpu")
 
 
 def _refuses_blackwell(spec: MoESpec) -> str | None:
@@ -88,7 +102,7 @@ def _refuses_blackwell(spec: MoESpec) -> str | None:
         return "wgrad is bf16; its Blackwell kernels have weight gradients of mxfp8 in mxfp8"
     if spec.save == "gate_up_mx":
         return "save is gate_up_mx, a residual of the Hopper kernels: use gate_up"
-    missing = native.missing("_cuda") or cuda_sm100_calls.library_problem()
+    missing = unavailable("gpu")
     if missing is None:
         from moejax import selftest  # late: it stands above this layer, which it runs
 

@@ -9,11 +9,12 @@ import functools
 import math
 import re
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
 
-from moejax.config import ActivationConfig, BalanceConfig, Config, RouterConfig
+from moejax.config import ActivationConfig, BalanceConfig, Config, MoEConfig, RouterConfig
 
 TILE = 128  # groups start at multiples of this many rows, in every recipe (MX scale atoms and wgrad blocks need it)
 
@@ -107,6 +108,9 @@ def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None)
     if moe.num_experts % ranks:
         fits = [r for r in range(1, moe.num_experts + 1) if moe.num_experts % r == 0]
         raise ValueError(f"expert axis has {ranks} ranks but num_experts is {moe.num_experts}: use one of {fits}")
+    check_choices(moe, "wgrad", "mx_mode", "save", "drop_policy")
+    for problem in recipe_problems(moe, config.recipe):
+        raise ValueError(problem)
     check_router(moe.router, moe.num_experts)
     if moe.router.hash_layers > moe_layers:
         raise ValueError(f"hash_layers is {moe.router.hash_layers} but the model has {moe_layers} MoE layers")
@@ -150,6 +154,19 @@ def moe_spec(config: Config, mesh: Mesh | None = None, layer: int | None = None)
 
     spec = spec.replace(transport=resolve_transport(spec, moe.transport))
     return spec.replace(backend=resolve_backend(spec))
+
+
+def recipe_problems(moe: MoEConfig, recipe: str) -> Iterator[str]:
+    """A line for each field of `moe` that has no effect, or no meaning, under the recipe of the run."""
+    if recipe == "mxfp8":
+        if moe.save == "gate_up_mx" and moe.bf16_layers:
+            yield "moe.save is gate_up_mx, a residual in MXFP8, but moe.bf16_layers keeps layers in bf16: use moe.save=gate_up"
+        return
+    for field, default in (("bf16_layers", ()), ("wgrad", "recipe"), ("mx_mode", "exact")):
+        if (value := getattr(moe, field)) != default:
+            yield f"moe.{field} has an effect only with recipe=mxfp8, but recipe is {recipe} (moe.{field} is {value})"
+    if moe.save == "gate_up_mx":
+        yield f"moe.save is gate_up_mx but recipe is {recipe}: use moe.save=gate_up, or recipe=mxfp8"
 
 
 def check_choices(config: Any, *fields: str) -> None:

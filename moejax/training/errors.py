@@ -48,6 +48,17 @@ def one_line_errors() -> Iterator[Outcome]:
         outcome.exit_code = 1
 
 
+def print_page(text: str) -> None:
+    """Prints a text whose reader (`| head`) may go before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would raise again when Python flushes it on its way out.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def _message(error: BaseException) -> str:
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
         text = next(iter(str(error).splitlines()), "")

@@ -1,0 +1,107 @@
+"""What the benchmarks say about names that they do not know, what is missing, and which code they measured."""
+
+import argparse
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+from benchmarks import arguments, result_lines
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def test_names_and_pairs_are_read_in_order():
+    assert arguments.names(("a", "b"))("b,a") == ["b", "a"] and arguments.names(("a",))("") == []
+    assert arguments.pairs(("down", "up"), ("x", "y"))("up=y,down=x") == {"up": "y", "down": "x"}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (arguments.names(("mixtral", "qwen")), "qwen,mixtrl", "'mixtrl' is not known; expected of mixtral, qwen"),
+        (arguments.pairs(("up",), ("x", "y")), "up=z", "'z' is not known; expected of x, y"),
+        (arguments.pairs(("up",), ("x", "y")), "upp=x", "'upp' is not known; expected of up"),
+        (arguments.pairs(("up",), ("x", "y")), "x", "'x' is no pair such as up=x"),
+    ],
+)
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(parse, text, message):
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        parse(text)
+    assert str(caught.value) == message
+
+
+def c_api(monkeypatch, torch):
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    spec = importlib.util.spec_from_file_location("c_api_alone", ROOT / "kernels_cuda" / "c_api.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "c_api_alone", module)  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_torch_the_c_library_says_what_to_install(monkeypatch):
+    with pytest.raises(ModuleNotFoundError, match="need torch, .*: pip install torch"):
+        c_api(monkeypatch, None)
+
+
+def test_a_library_that_is_not_built_is_named_with_the_command_that_builds_it(monkeypatch, tmp_path):
+    module = c_api(monkeypatch, types.SimpleNamespace(Tensor=object))
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/lib.so is not built, .*: run `make cuda-library`"):
+        module.load(tmp_path / "lib.so")
+
+
+def test_test_cuda_fails_before_it_builds_where_torch_is_missing(tmp_path):
+    """A python that has no torch stands in for the environment; its dependencies count as installed."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/python").chmod(0o755)
+    (tmp_path / ".deps").touch()
+    made = subprocess.run(
+        ["make", "test-cuda", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        made.returncode != 0 and f"needs torch, which moejax does not: {tmp_path}/bin/pip install torch" in made.stderr
+    )
+    assert "pytest" not in made.stdout and "cmake" not in made.stdout
+
+
+def test_test_cuda_builds_the_library_before_its_tests(tmp_path):
+    (tmp_path / ".deps").touch()
+    plan = subprocess.run(
+        ["make", "--dry-run", "test-cuda", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    steps = ["import torch", "install.sh", "cmake --build build/cuda", "pytest -m gpu"]
+    assert sorted(steps, key=plan.index) == steps
+
+
+def git(folder, *arguments):
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_result_is_marked_where_the_code_is_not_the_commits(tmp_path):
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    code = tmp_path / "kernel.cu"
+    for path in (code, results / "lines.jsonl"):
+        path.write_text("one\n")
+    commit = lambda: result_lines.commit_of_code.__wrapped__(tmp_path / "benchmarks")  # noqa: E731
+    assert commit() == "unknown"
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    head = git(tmp_path, "rev-parse", "--short", "HEAD")
+    assert commit() == head
+    (results / "lines.jsonl").write_text("one\ntwo\n")  # what a run itself does
+    assert commit() == head
+    code.write_text("two\n")
+    assert commit() == f"{head}-dirty"
