@@ -13,11 +13,10 @@ import pathlib
 import statistics
 import sys
 
-import torch
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
 import mx_c_api
 import result_lines
+import torch
 from mx_c_api import Output
 
 FORMS = {
