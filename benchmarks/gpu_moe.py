@@ -18,12 +18,12 @@ import subprocess
 import sys
 import traceback
 
-import torch
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
+import arguments
 import c_api
 import gpu_peers
 import result_lines
+import torch
 
 OURS = "moejax-native"
 MAX_ERROR = 5e-2  # BF16 layers are within 1e-2 of FP32
@@ -105,8 +105,7 @@ def print_profile(run, repeats: int = 5) -> None:
 
 
 def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tuple[str, dict, str]:
-    ways = dict(pair.split("=") for pair in args.ways.split(",") if pair)
-    layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f, ways=ways)
+    layer = c_api.Layer(p.tokens, p.top_k, p.experts, p.d, p.f, ways=args.ways)
     plan = layer.new_plan()
     y, dx = torch.empty_like(p.x), torch.empty_like(p.x)
     gate_up = torch.empty(2, layer.rows, p.f, dtype=torch.bfloat16, device="cuda")
@@ -142,7 +141,8 @@ def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tup
     out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, args.iterations // 5))
     if args.profile:
         print_profile(lambda: (forward(), backward()))
-    return OURS, out, f"ways {args.ways or 'by default'}; {notes}"
+    ways = ",".join(f"{kind}={way}" for kind, way in args.ways.items())
+    return OURS, out, f"ways {ways or 'by default'}; {notes}"
 
 
 def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
@@ -190,7 +190,7 @@ def measure(name: str, args: argparse.Namespace, base: dict) -> None:
     if not args.no_ours:
         record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args), dense)
         torch.cuda.empty_cache()
-    for peer in filter(None, args.peers.split(",")):
+    for peer in args.peers:
         try:
             result = peer_run(name, peer, p, expected, args.iterations)
         except Exception:
@@ -203,14 +203,22 @@ def measure(name: str, args: argparse.Namespace, base: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", type=arguments.names(SHAPES), default=",".join(SHAPES))
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--peers", default="", help=f"also time these, comma-separated: {', '.join(gpu_peers.PEERS)}")
+    parser.add_argument(
+        "--peers",
+        type=arguments.names(gpu_peers.PEERS),
+        default="",
+        help=f"also time these, comma-separated: {', '.join(gpu_peers.PEERS)}",
+    )
     parser.add_argument(
         "--no-ours", action="store_true", help="time the peers alone (a peer that needs a process of its own)"
     )
     parser.add_argument(
-        "--ways", default="", help=f"how ours runs its products, as gate_up=gathered,...: {', '.join(c_api.WAYS)}"
+        "--ways",
+        type=arguments.pairs(c_api.KINDS, c_api.WAYS),
+        default="",
+        help=f"how ours runs its products, as gate_up=gathered,...: {', '.join(c_api.WAYS)}",
     )
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
@@ -219,7 +227,7 @@ def main() -> None:
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
-    for name in args.shapes.split(","):
+    for name in args.shapes:
         measure(name, args, base)
 
 

@@ -15,15 +15,15 @@ import re
 import statistics
 import sys
 
-import torch
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import arguments
 import c_api
 import gpu_moe
 import gpu_peers
 import mx_c_api
 import result_lines
+import torch
 from gpu_moe import SHAPES, Problem, dense_tflops, median_ms
 
 MAX_ERROR = 0.12  # elements of E4M3 with a scale per 32: a few percent of a product of two such operands
@@ -132,9 +132,11 @@ def checked(name: str, p: Problem, impls: list[str]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", type=arguments.names(SHAPES), default=",".join(SHAPES))
     every = VARIANTS | TOKENS_M
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(every)}")
+    parser.add_argument(
+        "--variants", type=arguments.names(every), default=",".join(VARIANTS), help=f"of {', '.join(every)}"
+    )
     parser.add_argument("--iterations", type=int, default=50, help="in all rounds together")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peers", action="store_true", help="also time torch._grouped_mm, in BF16")
@@ -148,7 +150,7 @@ def main() -> None:
         "bench": "moe_layer",
         "ranks": 1,
     }
-    for name in args.shapes.split(","):
+    for name in args.shapes:
         p = Problem(name)
         dense = dense_tflops()
         print(f"{name}: dense cuBLAS 8192^3 BF16 {dense:.0f} TFLOP/s", flush=True)
@@ -157,7 +159,7 @@ def main() -> None:
         bytes_saved = {}
         weight_gbps = {}
         for _ in range(args.rounds):
-            for impl in ("moejax-native", *args.variants.split(",")):
+            for impl in ("moejax-native", *args.variants):
                 try:
                     run = Bf16(p) if impl == "moejax-native" else Mx(p, *every[impl])
                 except torch.OutOfMemoryError as error:
@@ -183,7 +185,7 @@ def main() -> None:
                 del peer
             except torch.OutOfMemoryError as error:
                 print(f"{name}: torch grouped_mm: {str(error).splitlines()[0]}")
-        errors = checked(name, p, ["moejax-native", *args.variants.split(",")])
+        errors = checked(name, p, ["moejax-native", *args.variants])
         for (impl, kind), found in times.items():
             ms = statistics.median(found)
             ours = impl in every

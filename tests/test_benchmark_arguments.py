@@ -83,6 +83,34 @@ def test_test_cuda_builds_the_library_before_its_tests(tmp_path):
     assert sorted(steps, key=plan.index) == steps
 
 
+@pytest.mark.parametrize(
+    ("program", "given", "message"),
+    [
+        ("gpu_moe.py", "--shapes=mixtral-8x7", "'mixtral-8x7' is not known; expected of qwen3-30b-a3b, mixtral-8x7b, "),
+        ("gpu_moe.py", "--ways=up=gathered", "'up' is not known; expected of gate_up, down, dgrad_down, "),
+        ("gpu_moe.py", "--ways=gate_up=gather", "'gather' is not known; expected of auto, dispatched, gathered, "),
+        ("gpu_moe.py", "--peers=torsh", "'torsh' is not known; expected of torch, "),
+        (
+            "gpu_moe_mx.py",
+            "--shapes=mixtral-8x7",
+            "'mixtral-8x7' is not known; expected of qwen3-30b-a3b, mixtral-8x7b, ",
+        ),
+        ("gpu_moe_mx.py", "--variants=alined", "'alined' is not known; expected of aligned, aligned-wgrad_bf16, "),
+    ],
+)
+def test_the_gpu_benchmarks_refuse_a_misspelt_name_before_they_need_a_gpu(program, given, message):
+    code = (
+        "import runpy, sys, unittest.mock\n"
+        "sys.modules['torch'] = unittest.mock.MagicMock()\n"  # they parse before they call it
+        "program, *sys.argv[1:] = sys.argv[1:]\n"
+        "sys.path.insert(0, program.rpartition('/')[0])\n"
+        "runpy.run_path(program, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "benchmarks" / program), given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and f"argument {given.split('=')[0]}: {message}" in done.stderr, done.stderr
+
+
 def git(folder, *arguments):
     command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
