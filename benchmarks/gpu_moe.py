@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_moe.py --shapes qwen3-30b-a3b,mixtral-8x7b --out benchmarks/results/h200/moe_layer.jsonl
 
-Protocol (docs/benchmarks.md): warm-up, then `--iterations` runs timed with device events, median. Forward includes building the
-schedule and writes all residuals (gate and up); backward runs on saved residuals, overwrites FP32 weight gradients and excludes the
-schedule; a peer's backward is its forward and backward less its forward. Every result is first held to an FP32 reference.
-FLOPs are 6 T K D F forward and twice that backward: padding is not counted. Random data.
+Protocol (docs/benchmarks.md): a pause of a second, warm-up, then `--iterations` runs timed with device events, median. Forward
+includes building the schedule and writes all residuals (gate and up); backward runs on saved residuals, overwrites FP32 weight
+gradients and excludes the schedule; a peer's backward is its forward and backward less its forward. Every result is first held to
+an FP32 reference. FLOPs are 6 T K D F forward and twice that backward: padding is not counted. Random data.
 Letters: T tokens, K experts per token, E experts, D model width, F expert width.
 """
 
@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
@@ -37,6 +38,12 @@ SHAPES = {  # E, K, D, F, T
     "glm-5.2-share": (4, 1, 6144, 2048, 65536),
     "deepseek-v4-pro-share": (6, 1, 7168, 3072, 65536),
 }
+
+
+def rest() -> None:
+    """Before each implementation: no one starts on a card that another has just heated."""
+    torch.cuda.synchronize()
+    time.sleep(1.0)
 
 
 def median_ms(run, iterations: int) -> float:
@@ -137,6 +144,7 @@ def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tup
     backward()
     found = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw_gate_up, "dw_down": dw_down}
     notes = check(name, OURS, found, expected)
+    rest()
     out = {"forward": median_ms(forward, args.iterations), "backward": median_ms(backward, args.iterations)}
     out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, args.iterations // 5))
     if args.profile:
@@ -146,6 +154,7 @@ def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tup
 
 
 def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
+    rest()
     forward = median_ms(peer.forward, iterations)
     return {"forward": forward, "backward": median_ms(peer.step, iterations) - forward}
 

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_moe_mx.py --shapes qwen3-30b-a3b --peers --out benchmarks/results/h200/moe_layer_mx.jsonl
 
-Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per
-optimizer step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, because
-the card's clock falls as it warms up; a figure is the median over rounds of the medians. torch runs once, after
-them. Then every variant's results are held to the FP32 reference; a line says by how much they differ. FLOPs are
-6 T K D F forward and twice that backward.
+Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per optimizer
+step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, each after a pause of a second,
+because the card's clock falls as it warms up; a figure is the median over rounds of the medians. torch runs once, after them.
+Then every variant's results are held to the FP32 reference; a line says by how much they differ. FLOPs are 6 T K D F forward and
+twice that backward.
 """
 
 import argparse
@@ -166,6 +166,7 @@ def main() -> None:
                     print(f"{name}: {impl}: {str(error).splitlines()[0]}")
                     continue
                 bytes_saved[impl] = run.saved_bytes
+                gpu_moe.rest()
                 for kind, call in run.passes.items():
                     count = args.iterations // args.rounds if kind != "weights" else 10
                     times.setdefault((impl, kind), []).append(median_ms(call, count))

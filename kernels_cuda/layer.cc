@@ -297,7 +297,7 @@ Status backward(const LayerShape& s, const Activation& act, const uint16_t* x_Tx
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, recompute, accumulate);
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
-  Overlap steps(stream);
+  Overlap steps(stream, overlaps(s));
   // Of padded rows only a weight gradient multiplies any with others.
   MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&](cudaStream_t lane) {
     return dispatch_rows(s, dy_TxD, plan, m.dy_MxD, lane, multiplied_rows(m.wgrad_down.layout));

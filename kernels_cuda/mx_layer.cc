@@ -229,7 +229,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     if (m.dy.by_token) return quantize_two({dy, x}, {dy_columns, x_columns}, lane);
     return quantize(x, {}, x_columns, lane);
   };
-  Overlap steps(stream);
+  Overlap steps(stream, overlaps(s));
   MOE_RETURN_IF_ERROR(steps.step(After::kAll, make_dy));
   MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
     const Status built = build_tasks(s, plan, lists, recompute ? 5 : 4, lane);

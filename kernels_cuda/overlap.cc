@@ -181,7 +181,7 @@ Status checked(cudaError_t error) { return error == cudaSuccess ? Status{} : fai
 
 }  // namespace
 
-Overlap::Overlap(cudaStream_t stream) {
+Overlap::Overlap(cudaStream_t stream, bool overlaps) : overlaps_(overlaps) {
   // An error leaves this without steps; step() and join() report it.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   Front begun;
@@ -201,6 +201,7 @@ Overlap::~Overlap() { join(); }
 Status Overlap::step(After after, const Launch& launch) {
   if (steps_ == nullptr) return error_.ok() ? Status{"overlap of launches: a step after join()"} : error_;
   cudaStream_t stream = nullptr;
+  if (!overlaps_) after = After::kAll;
   if (Status status = checked(steps_->begin(after, &stream)); !status.ok()) return status;
   const Status launched = launch(stream);
   const Status ended = checked(steps_->end());  // also after an error: what was launched is waited for

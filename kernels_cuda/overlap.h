@@ -23,7 +23,8 @@ class Overlap {
   using Launch = std::function<Status(cudaStream_t)>;
   class Steps;
 
-  explicit Overlap(cudaStream_t stream);
+  // `overlaps`: false lets every step wait for all, on the one stream.
+  explicit Overlap(cudaStream_t stream, bool overlaps = true);
   ~Overlap();  // joins: what is on the stream next never meets a step that is still running, also not after an error
   Overlap(const Overlap&) = delete;
   Overlap& operator=(const Overlap&) = delete;
@@ -36,7 +37,8 @@ class Overlap {
 
  private:
   std::unique_ptr<Steps> steps_;  // until join()
-  Status error_;                  // of the constructor
+  bool overlaps_;
+  Status error_;  // of the constructor
 };
 
 }  // namespace moe

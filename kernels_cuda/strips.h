@@ -16,6 +16,10 @@ namespace moe {
 // Rows of an expert, on average.
 inline int64_t rows_per_expert(const LayerShape& s) { return s.tokens * s.top_k / routed_experts(s); }
 
+// Whether neighbouring launches of a backward should overlap. With many rows blocks that begin one by one stay out of step, and share less of what
+// they read (NOTES.md, v18).
+inline bool overlaps(const LayerShape& s) { return rows_per_expert(s) <= 1024; }
+
 // A cluster covers `step` columns, or rows; a matrix that leaves more than a quarter of them empty is better cut finer.
 inline bool fills_strips(int extent, int step) { return 4 * extent >= 3 * div_up(extent, step) * step; }
 

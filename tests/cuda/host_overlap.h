@@ -39,10 +39,11 @@ class Overlap::Steps {
   }
 };
 
-Overlap::Overlap(cudaStream_t) : steps_(std::make_unique<Steps>()) {}
+Overlap::Overlap(cudaStream_t, bool overlaps) : steps_(std::make_unique<Steps>()), overlaps_(overlaps) {}
 Overlap::~Overlap() = default;
 
 Status Overlap::step(After after, const Launch& launch) {
+  if (!overlaps_) after = After::kAll;
   if (static_cast<int>(steps_->all.size()) == weakened_step) after = After::kAllButOne;
   steps_->all.push_back({after, launch});
   return {};
