@@ -10,7 +10,8 @@ full of NaN. Any other kernel's read of what nothing wrote is an error.
 
 racecheck's reports are judged pair by pair (race_reports.py); those known to be ordered are counted apart.
 
-Forward, backward from saved gate and up, backward with recompute and accumulation, on dirty memory, held to the FP32 oracle.
+Forward, backward from saved gate and up, backward with recompute and accumulation, on dirty memory, held to the FP32 oracle; and
+the ways of many rows, which these few would not take by themselves.
 """
 
 import argparse
@@ -28,6 +29,11 @@ import race_reports
 TOOLS = ("memcheck", "synccheck", "racecheck")  # at once; initcheck follows
 READERS = ("combine_kernel",)  # of what bulk tensor stores wrote
 MISREAD = (race_reports.dots_taken,)  # by racecheck
+# What experts with many rows take: x gathered in the forward, and dispatched for the weight gradients by dgrad_gate_up.
+MANY_ROWS = {
+    **{"gate_up": "gathered", "wgrad_down": "resident_rows", "wgrad_gate_up": "resident_rows"},
+    **dict.fromkeys(("down", "dgrad_down", "dgrad_gate_up"), "dispatched"),
+}
 SHAPES = {
     # name: (group sizes or None, K, E, T, D, F, activation), as in test_expert_layer.py
     "tiny_one_slot": ([3, 0, 130], 1, 3, None, 72, 40, "swiglu"),
@@ -52,6 +58,9 @@ def run_shapes(unwritten: bool) -> None:
         start = (torch.ones_like(plain["dw_gate_up"]), torch.ones_like(plain["dw_down"]))
         other = layer.run(case, recompute=True, accumulate_into=start)
         assert torch.equal(other["y"], plain["y"]) and torch.equal(other["dx"], plain["dx"]), name
+        many = layer.run(case, ways=MANY_ROWS)
+        for key in ("y", "dx", "d_weight", "dw_gate_up", "dw_down"):
+            assert torch.equal(many[key], plain[key]), (name, key)
         print(name, found)
 
 
