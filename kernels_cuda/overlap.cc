@@ -177,11 +177,30 @@ class InGraph : public Overlap::Steps {
   Front before_last_, last_, third_last_;  // what the steps before the next one have ended in
 };
 
+// One after the other, as a stream has it.
+class InOrder : public Overlap::Steps {
+ public:
+  explicit InOrder(cudaStream_t stream) : stream_(stream) {}
+  cudaError_t begin(After, cudaStream_t* stream) override {
+    *stream = stream_;
+    return cudaSuccess;
+  }
+  cudaError_t end() override { return cudaSuccess; }
+  cudaError_t join() override { return cudaSuccess; }
+
+ private:
+  const cudaStream_t stream_;
+};
+
 Status checked(cudaError_t error) { return error == cudaSuccess ? Status{} : failed("overlap of launches", error); }
 
 }  // namespace
 
-Overlap::Overlap(cudaStream_t stream, bool overlaps) : overlaps_(overlaps) {
+Overlap::Overlap(cudaStream_t stream, bool overlaps) {
+  if (!overlaps) {
+    steps_ = std::make_unique<InOrder>(stream);
+    return;
+  }
   // An error leaves this without steps; step() and join() report it.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   Front begun;
@@ -201,7 +220,6 @@ Overlap::~Overlap() { join(); }
 Status Overlap::step(After after, const Launch& launch) {
   if (steps_ == nullptr) return error_.ok() ? Status{"overlap of launches: a step after join()"} : error_;
   cudaStream_t stream = nullptr;
-  if (!overlaps_) after = After::kAll;
   if (Status status = checked(steps_->begin(after, &stream)); !status.ok()) return status;
   const Status launched = launch(stream);
   const Status ended = checked(steps_->end());  // also after an error: what was launched is waited for

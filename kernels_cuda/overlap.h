@@ -37,8 +37,7 @@ class Overlap {
 
  private:
   std::unique_ptr<Steps> steps_;  // until join()
-  bool overlaps_;
-  Status error_;  // of the constructor
+  Status error_;                  // of the constructor
 };
 
 }  // namespace moe

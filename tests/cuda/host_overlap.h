@@ -19,6 +19,7 @@ class Overlap::Steps {
     bool done = false;
   };
   std::vector<Step> all;
+  bool overlaps = true;
 
   // Steps before the one that a step may overtake, or all before it.
   bool ready(size_t i) const {
@@ -39,11 +40,11 @@ class Overlap::Steps {
   }
 };
 
-Overlap::Overlap(cudaStream_t, bool overlaps) : steps_(std::make_unique<Steps>()), overlaps_(overlaps) {}
+Overlap::Overlap(cudaStream_t, bool overlaps) : steps_(std::make_unique<Steps>()) { steps_->overlaps = overlaps; }
 Overlap::~Overlap() = default;
 
 Status Overlap::step(After after, const Launch& launch) {
-  if (!overlaps_) after = After::kAll;
+  if (!steps_->overlaps) after = After::kAll;
   if (static_cast<int>(steps_->all.size()) == weakened_step) after = After::kAllButOne;
   steps_->all.push_back({after, launch});
   return {};

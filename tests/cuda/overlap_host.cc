@@ -98,10 +98,10 @@ cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNo
 
 // Two layers, each on its own stream: launch 0 of a layer is on its stream before its steps, which have `kernels` launches each and wait for all
 // but one where `overlaps` says so; one launch comes after them. Where `fails` says so a step returns an error after its launches.
-// The layers take turns, or, `apart`, one is launched after the other; with `two_devices` the second one is on a device of its own.
+// Mode 0: on streams; 1: the streams are being captured; 2: steps may not overlap. The layers take turns, or, `apart`, one is launched after the other; with `two_devices` the second one is on a device of its own.
 // before_2xL: of each launch those of the same layer that end before it starts, or with bit 63 one of the other layer. Returns how many streams
 // were made, or -1 after an error other than the step's own.
-extern "C" int overlap(int capturing, int steps, const int* overlaps, const int* kernels, int fails, int apart, int two_devices,
+extern "C" int overlap(int mode, int steps, const int* overlaps, const int* kernels, int fails, int apart, int two_devices,
                        Launches* before_2xL) {
   using moe::Status;
   calls_until_failure = -1;
@@ -122,9 +122,9 @@ extern "C" int overlap(int capturing, int steps, const int* overlaps, const int*
     turn(layer);
     stream[layer] = {};
     stream[layer].device = device_now;
-    stream[layer].capturing = capturing != 0;
+    stream[layer].capturing = mode == 1;
     put(layer, &stream[layer]);
-    overlap[layer].emplace(&stream[layer]);
+    overlap[layer].emplace(&stream[layer], mode != 2);
   };
   const auto step = [&](int layer, int i) {
     turn(layer);

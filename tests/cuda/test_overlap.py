@@ -37,23 +37,26 @@ def expected(overlaps, kernels):
     return [*before, (1 << len(before)) - 1], [*free, 0]
 
 
-def run(library, capturing, overlaps, kernels, fails=-1, apart=False, two_devices=False):
+STREAMS, GRAPH, IN_ORDER = range(3)
+
+
+def run(library, mode, overlaps, kernels, fails=-1, apart=False, two_devices=False):
     before = np.zeros((2, SLOTS), np.uint64)
     ints = [np.array(a, np.int32).ctypes.data_as(ctypes.c_void_p) for a in (overlaps, kernels)]
     pointer = before.ctypes.data_as(ctypes.c_void_p)
-    streams = library.overlap(capturing, len(overlaps), *ints, fails, apart, two_devices, pointer)
+    streams = library.overlap(mode, len(overlaps), *ints, fails, apart, two_devices, pointer)
     assert streams >= 0
     return streams, [[int(b) for b in layer] for layer in before]
 
 
-@pytest.mark.parametrize("capturing", [False, True], ids=["streams", "graph"])
+@pytest.mark.parametrize("mode", [STREAMS, GRAPH, IN_ORDER], ids=["streams", "graph", "in_order"])
 @pytest.mark.parametrize("seed", range(60))
-def test_a_step_waits_for_what_it_says_and_for_nothing_else(library, capturing, seed):
+def test_a_step_waits_for_what_it_says_and_for_nothing_else(library, mode, seed):
     random = np.random.default_rng(seed)
     steps = int(random.integers(0, 10))
     overlaps, kernels = random.integers(0, 2, steps), random.integers(1 - seed % 2, 3, steps)
-    _, layers = run(library, capturing, overlaps, kernels, apart=seed % 3 == 0, two_devices=seed % 4 == 0)
-    wanted, free = expected(overlaps, kernels)
+    _, layers = run(library, mode, overlaps, kernels, apart=seed % 3 == 0, two_devices=seed % 4 == 0)
+    wanted, free = expected(overlaps * (mode != IN_ORDER), kernels)
     for before in layers:
         for launch, (least, none) in enumerate(zip(wanted, free, strict=True)):
             assert before[launch] & least == least, (launch, overlaps, kernels)
