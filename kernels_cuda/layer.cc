@@ -9,6 +9,7 @@
 #include "kernel_check.h"
 #include "overlap.h"
 #include "rows.h"
+#include "shape_check.h"
 #include "strips.h"
 #include "task_list.h"
 #include "tensor_map.h"
@@ -27,18 +28,7 @@ Status check_biases(const Weights& w) {
 }
 
 Status check_shape(const LayerShape& s) {
-  auto say = [](const char* name, int64_t value, const char* rule) {
-    return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
-  };
-  if (s.d_model < 8 || s.d_model % 8 != 0) return say("d_model", s.d_model, "a positive multiple of 8 (16-byte rows in BF16)");
-  if (s.width < 8 || s.width % 8 != 0) return say("width", s.width, "a positive multiple of 8 (16-byte rows in BF16)");
-  if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
-  if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
-  if (s.experts < 1 || s.experts > kMaxExperts) return say("experts", s.experts, "1 to 65536 (those of all layers of a stack together)");
-  if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
-  if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
-  if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
-  return {};
+  return check_sizes(s, false, kMaxExperts, "1 to 65536 (those of all layers of a stack together)");
 }
 
 // A gathering warp counts bytes of x in 32 bits.

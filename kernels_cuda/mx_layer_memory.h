@@ -9,6 +9,7 @@
 #include "mx_moe.h"
 #include "quantize.h"
 #include "rows.h"
+#include "shape_check.h"
 #include "strips.h"
 #include "task_list.h"
 #include "workspace.h"
@@ -39,17 +40,7 @@ inline bool gathers(const LayerShape& s, bool fp8, Kind kind) {
 }
 
 inline Status check_shape(const LayerShape& s, const MxOptions& options) {
-  auto say = [](const char* name, int64_t value, const char* rule) {
-    return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
-  };
-  if (s.d_model < 32 || s.d_model % 32 != 0) return say("d_model", s.d_model, "a positive multiple of 32 (a scale block of MXFP8)");
-  if (s.width < 32 || s.width % 32 != 0) return say("width", s.width, "a positive multiple of 32 (a scale block of MXFP8)");
-  if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
-  if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
-  if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");
-  if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
-  if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
-  if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
+  if (Status status = check_sizes(s, true, 4096, "1 to 4096"); !status.ok()) return status;
   for (int kind = 0; kind < kNumKinds; ++kind) {
     const Way way = s.way[kind];
     const bool aligned = options.mode == MxMode::kAligned;

@@ -11,6 +11,7 @@
 
 #include "quantize.h"
 #include "rows.h"
+#include "shape_check.h"
 #include "sm100_kernels.h"
 #include "sm100_moe.h"
 #include "task_list.h"
@@ -26,20 +27,8 @@ struct Sm100Matrix {
 };
 
 inline Status sm100_check_shape(const LayerShape& s, const Sm100Options& o) {
-  auto say = [](const char* name, int64_t value, const std::string& rule) {
-    return Status{std::string(name) + " is " + std::to_string(value) + ", must be " + rule};
-  };
-  const int unit = o.mx ? 32 : 8;
-  const std::string rule = "a positive multiple of " + std::to_string(unit) + (o.mx ? " (a scale block of MXFP8)" : " (16-byte rows in BF16)");
-  if (s.d_model < unit || s.d_model % unit != 0) return say("d_model", s.d_model, rule);
-  if (s.width < unit || s.width % unit != 0) return say("width", s.width, rule);
-  if (s.d_model > (1 << 24)) return say("d_model", s.d_model, "at most 2^24");
-  if (s.width > (1 << 24)) return say("width", s.width, "at most 2^24");
-  if (s.experts < 1 || s.experts > 4096) return say("experts", s.experts, "1 to 4096");
-  if (s.top_k < 1 || s.top_k > 1024) return say("top_k", s.top_k, "1 to 1024");
-  if (s.rows < kGroupRows || s.rows % kGroupRows != 0 || s.rows > INT32_MAX) return say("rows", s.rows, "a multiple of 128 below 2^31");
-  if (s.tokens < 0 || s.tokens * s.top_k > INT32_MAX) return say("tokens", s.tokens, "below 2^31 slots in all");
-  if (o.blocks < 0 || o.blocks > 2) return say("blocks", o.blocks, "0, 1 or 2");
+  if (Status status = check_sizes(s, o.mx, 4096, "1 to 4096"); !status.ok()) return status;
+  if (o.blocks < 0 || o.blocks > 2) return size_problem("blocks", o.blocks, "0, 1 or 2");
   return {};
 }
 
