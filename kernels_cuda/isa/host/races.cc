@@ -21,7 +21,7 @@ Races::Races(int blocks, int threads, uint32_t base, uint32_t bytes, Report repo
     : blocks_(blocks),
       threads_(threads),
       lanes_(blocks * threads),
-      first_store_(lanes_ + lanes_ / 32 + lanes_ / 128),
+      first_store_(lanes_ + lanes_ / 32 + (lanes_ + 127) / 128),
       first_barrier_(first_store_ + kMaxStoring),
       half_(first_barrier_ + kMaxBarriers),
       base_(base),
@@ -30,7 +30,7 @@ Races::Races(int blocks, int threads, uint32_t base, uint32_t bytes, Report repo
       cells_(static_cast<size_t>(blocks) * ((bytes + 3) / 4)),
       all_(static_cast<size_t>(lanes_)),
       warps_(static_cast<size_t>(lanes_ / 32)),
-      products_done_(static_cast<size_t>(lanes_ / 128)) {
+      products_done_(static_cast<size_t>((lanes_ + 127) / 128)) {
   const auto nothing = std::make_shared<const Clock>(2 * static_cast<size_t>(half_), 0u);
   for (Lane& lane : all_) lane.clock = nothing;
 }
