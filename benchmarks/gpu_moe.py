@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_moe.py --shapes qwen3-30b-a3b,mixtral-8x7b --out benchmarks/results/h200/moe_layer.jsonl
 
-Protocol (docs/benchmarks.md): a pause of a second, warm-up, then `--iterations` runs timed with device events, median. Forward
-includes building the schedule and writes all residuals (gate and up); backward runs on saved residuals, overwrites FP32 weight
-gradients and excludes the schedule; a peer's backward is its forward and backward less its forward. Every result is first held to
-an FP32 reference. FLOPs are 6 T K D F forward and twice that backward: padding is not counted. Random data.
+Protocol (docs/benchmarks.md): a pause of a second before each pass, warm-up, then `--iterations` runs timed with device events,
+median. Forward includes building the schedule and writes all residuals (gate and up); backward runs on saved residuals, overwrites
+FP32 weight gradients and excludes the schedule; step is both, one after the other; a peer's backward is its step less its forward.
+Every result is first held to an FP32 reference. FLOPs are 6 T K D F forward and twice that backward: padding is not counted.
+Random data.
 Letters: T tokens, K experts per token, E experts, D model width, F expert width.
 """
 
@@ -28,6 +29,7 @@ import torch
 
 OURS = "moejax-native"
 MAX_ERROR = 5e-2  # BF16 layers are within 1e-2 of FP32
+FLOPS = {"forward": 1, "backward": 2, "backward_accumulate": 2, "step": 3}  # by pass, in units of the forward's
 NOTES = {"backward_accumulate": "FP32 weight gradients added to the buffer; "}
 
 SHAPES = {  # E, K, D, F, T
@@ -40,12 +42,6 @@ SHAPES = {  # E, K, D, F, T
 }
 
 
-def rest() -> None:
-    """Before each implementation: no one starts on a card that another has just heated."""
-    torch.cuda.synchronize()
-    time.sleep(1.0)
-
-
 def median_ms(run, iterations: int) -> float:
     for _ in range(5):
         run()
@@ -56,6 +52,13 @@ def median_ms(run, iterations: int) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(b.elapsed_time(e) for b, e in events)
+
+
+def rested_ms(run, iterations: int) -> float:
+    """Median after a second's pause: no pass of an implementation starts on a card that another has just heated."""
+    torch.cuda.synchronize()
+    time.sleep(1.0)
+    return median_ms(run, iterations)
 
 
 class Problem:
@@ -93,7 +96,7 @@ def dense_tflops(size: int = 8192) -> float:
     """What the card makes of a cuBLAS product at this time; taken right before each shape."""
     a = torch.randn(size, size, device="cuda").bfloat16()
     b = torch.randn(size, size, device="cuda").bfloat16()
-    return 2 * size**3 / median_ms(lambda: a @ b, 50) / 1e9
+    return 2 * size**3 / rested_ms(lambda: a @ b, 50) / 1e9
 
 
 def print_profile(run, repeats: int = 5) -> None:
@@ -144,9 +147,9 @@ def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tup
     backward()
     found = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw_gate_up, "dw_down": dw_down}
     notes = check(name, OURS, found, expected)
-    rest()
-    out = {"forward": median_ms(forward, args.iterations), "backward": median_ms(backward, args.iterations)}
-    out["backward_accumulate"] = median_ms(lambda: backward(True), max(10, args.iterations // 5))
+    out = {"forward": rested_ms(forward, args.iterations), "backward": rested_ms(backward, args.iterations)}
+    out["step"] = rested_ms(lambda: (forward(), backward()), args.iterations)
+    out["backward_accumulate"] = rested_ms(lambda: backward(True), max(10, args.iterations // 5))
     if args.profile:
         print_profile(lambda: (forward(), backward()))
     ways = ",".join(f"{kind}={way}" for kind, way in args.ways.items())
@@ -154,9 +157,8 @@ def ours(name: str, p: Problem, expected: dict, args: argparse.Namespace) -> tup
 
 
 def peer_times(peer: gpu_peers.Peer, iterations: int) -> dict:
-    rest()
-    forward = median_ms(peer.forward, iterations)
-    return {"forward": forward, "backward": median_ms(peer.step, iterations) - forward}
+    forward, step = rested_ms(peer.forward, iterations), rested_ms(peer.step, iterations)
+    return {"forward": forward, "backward": step - forward, "step": step}
 
 
 def check(name: str, impl: str, found: dict, expected: dict, limit: float = MAX_ERROR) -> str:
@@ -174,14 +176,14 @@ def peer_run(name: str, peer_name: str, p: Problem, expected: dict, iterations: 
     peer = gpu_peers.PEERS[peer_name](p)
     peer.step()
     notes = check(name, peer.name, peer.results(), expected)
-    return peer.name, peer_times(peer, iterations), f"{peer.notes}; step minus forward; {notes}"
+    return peer.name, peer_times(peer, iterations), f"{peer.notes}; backward is step minus forward; {notes}"
 
 
 def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: dict, notes: str, dense: float) -> None:
     """Prints one line per pass, and appends it to the file as JSON."""
     notes = "; ".join(filter(None, [notes, f"dense cuBLAS {dense:.0f} TFLOP/s right before this shape", temperature()]))
     for kind, ms in times.items():
-        tflops = p.flops * (1 if kind == "forward" else 2) / ms / 1e9
+        tflops = p.flops * FLOPS[kind] / ms / 1e9
         line = base | {
             "impl": impl, "pass": kind, "tokens": p.tokens, "ms": round(ms, 4), "tflops": round(tflops, 1),
             "bytes": None, "gbps": None, "notes": NOTES.get(kind, "") + notes,

@@ -3,10 +3,10 @@
     python benchmarks/gpu_moe_mx.py --shapes qwen3-30b-a3b --peers --out benchmarks/results/h200/moe_layer_mx.jsonl
 
 Protocol of gpu_moe.py: quantisation of activations is part of forward and backward; that of the weights, once per optimizer
-step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, each after a pause of a second,
-because the card's clock falls as it warms up; a figure is the median over rounds of the medians. torch runs once, after them.
-Then every variant's results are held to the FP32 reference; a line says by how much they differ. FLOPs are 6 T K D F forward and
-twice that backward.
+step, is timed on its own (pass `weights`). The variants of a shape run in turn, several rounds, each pass after a pause of a
+second, because the card's clock falls as it warms up; a figure is the median over rounds of the medians. torch runs once, after
+them. Then every variant's results are held to the FP32 reference; a line says by how much they differ. FLOPs are 6 T K D F forward
+and twice that backward.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import gpu_peers
 import mx_c_api
 import result_lines
 import torch
-from gpu_moe import SHAPES, Problem, dense_tflops, median_ms
+from gpu_moe import FLOPS, SHAPES, Problem, dense_tflops, rested_ms
 
 MAX_ERROR = 0.12  # elements of E4M3 with a scale per 32: a few percent of a product of two such operands
 
@@ -166,10 +166,9 @@ def main() -> None:
                     print(f"{name}: {impl}: {str(error).splitlines()[0]}")
                     continue
                 bytes_saved[impl] = run.saved_bytes
-                gpu_moe.rest()
                 for kind, call in run.passes.items():
                     count = args.iterations // args.rounds if kind != "weights" else 10
-                    times.setdefault((impl, kind), []).append(median_ms(call, count))
+                    times.setdefault((impl, kind), []).append(rested_ms(call, count))
                 heat[impl] = gpu_moe.temperature()
                 if isinstance(run, Mx):
                     weight_gbps[impl] = run.weight_bytes
@@ -190,7 +189,7 @@ def main() -> None:
         for (impl, kind), found in times.items():
             ms = statistics.median(found)
             ours = impl in every
-            tflops = None if kind == "weights" else round(p.flops * (1 if kind == "forward" else 2) / ms / 1e9, 1)
+            tflops = None if kind == "weights" else round(p.flops * FLOPS[kind] / ms / 1e9, 1)
             notes = f"dense cuBLAS BF16 {dense:.0f} TFLOP/s right before this shape; {len(found)} rounds"
             notes += "".join(f"; {note[impl]}" for note in (heat, errors) if note.get(impl))
             if impl in bytes_saved:
