@@ -67,6 +67,7 @@ WAYS = (
     "resident_512",
     "resident_rows",
     "resident_fp8",
+    "beside",
 )  # kernels_cuda/moe.h: Way
 
 

@@ -19,8 +19,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Roles::Config::kThre
 }
 
 template <class Roles>
-cudaError_t launch(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream) {
-  return launch_blocks<typename Roles::Config, grouped_gemm<Roles>>(batch, stream);
+cudaError_t launch(const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, int spare = 0) {
+  return launch_blocks<typename Roles::Config, grouped_gemm<Roles>>(batch, stream, spare);
 }
 
 // The epilogue of kDgradDown takes the registers that nobody else of the block needs: there is no gathering warp, and it dispatches nothing.
@@ -44,7 +44,12 @@ cudaError_t launch_strips(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cud
 
 }  // namespace
 
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout) {
+cudaError_t count_blocks(int* blocks) {
+  using Roles = OnM<kGateUp, true>;
+  return resident_blocks<Roles::Config, grouped_gemm<Roles>>(blocks);
+}
+
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout, int spare) {
   const bool plain = is_plain_swiglu(batch.kinds[0].act);
   if (layout == Layout::kTokensN) {
     switch (kind) {
@@ -58,7 +63,7 @@ cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaS
   if (layout == Layout::kResident512) return launch_strips<Resident, ResidentConfig>(kind, batch, stream);
   if (layout == Layout::kResidentRows) return launch_strips<ResidentRows, ResidentRowsConfig>(kind, batch, stream);
   switch (kind) {
-    case kGateUp: return plain ? launch<OnM<kGateUp, true>>(batch, stream) : launch<OnM<kGateUp, false>>(batch, stream);
+    case kGateUp: return plain ? launch<OnM<kGateUp, true>>(batch, stream, spare) : launch<OnM<kGateUp, false>>(batch, stream, spare);
     case kDown: return launch<OnM<kDown, true>>(batch, stream);
     case kDgradDown: return plain ? launch<OnM<kDgradDown, true>>(batch, stream) : launch<OnM<kDgradDown, false>>(batch, stream);
     case kDgradGateUp: return launch<OnM<kDgradGateUp, true>>(batch, stream);

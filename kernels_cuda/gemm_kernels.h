@@ -17,7 +17,12 @@ enum class Layout : uint8_t {
   kResidentFp8,   // those of mx_resident.h, of FP8 operands
 };
 
-// Launches every task of a list of one kind; the list and its length are on the device. Returns the first CUDA error.
-cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout = Layout::kTokensM);
+// Launches every task of a list of one kind; the list and its length are on the device. `spare`: multiprocessors that
+// kGateUp with tokens on the M side leaves free, an even number of them. Returns the first CUDA error.
+cudaError_t launch_gemm(Kind kind, const GemmBatch<CUtensorMap, 1>& batch, cudaStream_t stream, Layout layout = Layout::kTokensM,
+                        int spare = 0);
+
+// Blocks of a launch that spares none: one on each multiprocessor that clusters of two can use.
+cudaError_t count_blocks(int* blocks);
 
 }  // namespace moe

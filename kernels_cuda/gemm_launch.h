@@ -41,13 +41,13 @@ cudaError_t resident_blocks(int* blocks) {
   return cudaSuccess;
 }
 
-// `kernel` has its cluster's size from __cluster_dims__.
+// `kernel` has its cluster's size from __cluster_dims__. `spare`: so many blocks fewer than fit, whole clusters.
 template <class Config, auto kernel, class Batch>
-cudaError_t launch_blocks(const Batch& batch, cudaStream_t stream) {
+cudaError_t launch_blocks(const Batch& batch, cudaStream_t stream, int spare = 0) {
   int blocks = 0;
   const cudaError_t error = resident_blocks<Config, kernel>(&blocks);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(batch);
+  kernel<<<blocks - spare, Config::kThreads, Config::kSharedBytes, stream>>>(batch);
   return cudaGetLastError();
 }
 

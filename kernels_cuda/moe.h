@@ -1,7 +1,7 @@
 // The single-GPU expert layer for Hopper (sm_90a), BF16: plain C++ over raw device pointers and a stream. No XLA headers, no host
 // synchronisation, no allocation of memory: every call can be captured into a graph. Callers own all memory; each operation
-// states the workspace it needs. A backward also uses a second stream, which it has to itself while it launches and which is kept for
-// the next one on the same stream (overlap.h). docs/design.md section 2 is the contract (Plan, row order, rounding points).
+// states the workspace it needs. Where launches overlap they also use a second stream, which a call has to itself while it
+// launches and which is kept for the next one on the same stream (overlap.h). docs/design.md section 2 is the contract (Plan, row order, rounding points).
 //
 // Letters: T tokens, K experts per token, E experts, D model width, F expert width, M rows after dispatch (padded).
 // Layouts are row-major in the order of the suffix; BF16 data is passed as uint16_t*.
@@ -35,6 +35,7 @@ enum Way : uint8_t {
   kWayResident512,   // so many columns of B in the shared memory of a cluster (gemm_resident.h), for experts with up to 192 rows
   kWayResidentRows,  // rows of A in registers (gemm_resident_rows.h), for experts with about 512 rows or fewer
   kWayResidentFp8,   // columns of B in shared memory, of FP8 operands (mx_resident.h), for experts with up to 640 rows
+  kWayBeside,        // rows are dispatched in two parts, the second beside the product of the tasks that need the first alone (row_copy.h)
   kNumWays,
 };
 constexpr int kNumProducts = 6;

@@ -3,7 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "kernel_check.h"
+#include "row_copy.h"
 
 namespace moe {
 namespace {
@@ -14,19 +17,23 @@ constexpr int kThreads = 256;
 // The others take one token each: its row is read once and written K times.
 constexpr int kPaddingBlocks = 8;
 
+__device__ void zero_padding(uint4* rows_MxV, int vectors, const Plan& plan, int zero_to) {
+  const int expert = blockIdx.x / kPaddingBlocks;
+  const int count = plan.count_E[expert];
+  const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
+  const int padding = (count + zero_to - 1) / zero_to * zero_to - count;  // what lies past it is never multiplied
+  const int64_t total = static_cast<int64_t>(padding) * vectors;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
+    rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const uint4* __restrict__ x_TxV, uint4* __restrict__ rows_MxV, int vectors, int experts, int top_k, Plan plan,
                     int zero_to) {
   const int padding_blocks = experts * kPaddingBlocks;
   if (static_cast<int>(blockIdx.x) < padding_blocks) {
-    const int expert = blockIdx.x / kPaddingBlocks;
-    const int count = plan.count_E[expert];
-    const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
-    const int padding = (count + zero_to - 1) / zero_to * zero_to - count;  // what lies past it is never multiplied
-    const int64_t total = static_cast<int64_t>(padding) * vectors;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
-      rows_MxV[first * vectors + i] = make_uint4(0, 0, 0, 0);
-    }
+    zero_padding(rows_MxV, vectors, plan, zero_to);
     return;
   }
   const int64_t token = blockIdx.x - padding_blocks;
@@ -39,6 +46,20 @@ __global__ void __launch_bounds__(kThreads)
       if (rows[s] >= 0) rows_MxV[static_cast<int64_t>(rows[s]) * vectors + v] = value;
     }
   }
+}
+
+// Rows in front of a cut, a block each, after the padding on both sides of it.
+__global__ void __launch_bounds__(kThreads) dispatch_front_kernel(RowCopy copy, int experts, Plan plan, int zero_to) {
+  const int vectors = copy.row_bytes / 16, padding_blocks = experts * kPaddingBlocks;
+  uint4* rows_MxV = reinterpret_cast<uint4*>(copy.to);
+  if (static_cast<int>(blockIdx.x) < padding_blocks) {
+    zero_padding(rows_MxV, vectors, plan, zero_to);
+    return;
+  }
+  const int row = blockIdx.x - padding_blocks, slot = copy.slot_M[row];
+  if (slot < 0 || row >= cut_row(copy)) return;
+  const uint4* token = reinterpret_cast<const uint4*>(copy.from) + static_cast<int64_t>(slot / copy.top_k) * vectors;
+  for (int v = threadIdx.x; v < vectors; v += kThreads) rows_MxV[static_cast<int64_t>(row) * vectors + v] = token[v];
 }
 
 __device__ void add_scaled(float (&sum)[8], uint4 value, float weight) {
@@ -122,6 +143,14 @@ Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& pla
       reinterpret_cast<const uint4*>(x_TxD), reinterpret_cast<uint4*>(rows_MxD), static_cast<int>(s.d_model / 8),
       static_cast<int>(s.experts), static_cast<int>(s.top_k), plan, zero_to);
   return launched("dispatch_rows");
+}
+
+Status dispatch_front(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list,
+                      cudaStream_t stream, int zero_to) {
+  const int64_t rows = std::min(s.rows, most_rows(list, list.cut.front));
+  dispatch_front_kernel<<<static_cast<unsigned>(s.experts * kPaddingBlocks + rows), kThreads, 0, stream>>>(
+      row_copy(s, x_TxD, plan, rows_MxD, list), static_cast<int>(s.experts), plan, zero_to);
+  return launched("dispatch_front");
 }
 
 Status combine_rows(const LayerShape& s, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "moe.h"
+#include "task_list.h"
 
 namespace moe {
 
@@ -12,6 +13,13 @@ inline size_t slot_table_bytes(int64_t top_k) { return static_cast<size_t>((top_
 // else is touched.
 Status dispatch_rows(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t stream,
                      int zero_to = 64);
+
+// The same in two parts, which may run at the same time: the rows of the tasks in front of the list's cut, and all padding; then, on so many
+// multiprocessors, an even number, which it takes for itself, the other rows. Hopper. The list is built before.
+Status dispatch_front(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list,
+                      cudaStream_t stream, int zero_to = 64);
+Status dispatch_back(const LayerShape& shape, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list, int sms,
+                     cudaStream_t stream);
 
 // y_TxD[t] = sum over s, in slot order, FP32, of weight_TxK[t, s] * rows_MxD[row_TxK[t, s]], rounded once. weight null: 1.
 Status combine_rows(const LayerShape& shape, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD,

@@ -29,6 +29,9 @@ MOE_HOST_FN constexpr bool has_bias(Kind kind) { return kind == kGateUp || kind 
 MOE_HOST_FN constexpr bool can_gather(Kind kind) { return kind == kGateUp; }
 MOE_HOST_FN constexpr bool can_gather_fp8(Kind kind) { return kind == kDgradDown; }
 
+// Kinds whose rows can be dispatched in two parts, one of them while the kind runs (row_copy.h). It gains in the forward alone (NOTES.md, v19).
+MOE_HOST_FN constexpr bool can_dispatch_beside(Kind kind) { return kind == kGateUp; }
+
 // Kinds whose idle warp can dispatch rows for products after it: wgrad_gate_up needs those of x, and this product, bound by the tensor
 // cores, does not read them.
 MOE_HOST_FN constexpr bool can_carry(Kind kind) { return kind == kDgradGateUp; }

@@ -10,7 +10,7 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 256, kBlocks = 16;
-constexpr size_t kMostShared = 47 << 10;  // dynamic shared memory, without being asked for
+static_assert(2 * sizeof(int) * (kMostOrdered + 1) < 48 << 10, "dynamic shared memory of a block, without being asked for");
 
 struct Lists {
   TaskList list[kMaxLists];
@@ -57,14 +57,18 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const ListOrder order = {first, light, experts, clusters};
-  if (blockIdx.x == 0 && threadIdx.x == 0) *list.num_tasks = order.count();
-  for (int task = blockIdx.x * kThreads + threadIdx.x; task < order.count(); task += kBlocks * kThreads) {
+  const int count = order.count();
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    list.num_tasks[kWhole] = count;
+    if (list.cut.front > 0) list.num_tasks[kFront] = list.cut.in_front(count), list.num_tasks[kBack] = count - list.cut.in_front(count);
+  }
+  for (int task = blockIdx.x * kThreads + threadIdx.x; task < count; task += kBlocks * kThreads) {
     const int e = order.expert_of(task), rows = count_E[e];
-    list.tasks[order.place(task, e)] = make_task(list, task_grid(list, rows), task - first[e], e, start_E[e], rows);
+    list.tasks[list.cut.place(order.place(task, e), count)] = make_task(list, task_grid(list, rows), task - first[e], e, start_E[e], rows);
   }
 }
 
-// Of more experts than fit above, all layers of a stack: one block per expert and list adds up the tasks of the experts before it, then writes its
+// Of more than kMostOrdered experts, all layers of a stack: one block per expert and list adds up the tasks of the experts before it, then writes its
 // own, in the order of the experts.
 __global__ void __launch_bounds__(kThreads)
     build_stack_kernel(Lists lists, int experts, const int32_t* __restrict__ count_E, const int32_t* __restrict__ start_E) {
@@ -101,12 +105,12 @@ Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start
   if (num_lists < 1 || num_lists > kMaxLists) return {"build_tasks: num_lists is " + std::to_string(num_lists)};
   Lists all = {};
   for (int i = 0; i < num_lists; ++i) all.list[i] = lists[i];
-  const size_t shared = 2 * sizeof(int) * (static_cast<size_t>(experts) + 1);
-  if (shared > kMostShared) {
+  if (experts > kMostOrdered) {
     build_stack_kernel<<<dim3(static_cast<unsigned>(experts), static_cast<unsigned>(num_lists)), kThreads, 0, stream>>>(
         all, static_cast<int>(experts), count_E, start_E);
     return launched("build_tasks");
   }
+  const size_t shared = 2 * sizeof(int) * (static_cast<size_t>(experts) + 1);
   int clusters = 0;
   const cudaError_t error = count_clusters(&clusters);
   if (error != cudaSuccess) return failed("build_tasks", error);

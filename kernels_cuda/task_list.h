@@ -8,10 +8,14 @@ namespace moe {
 
 struct TaskList : Tiling {
   Task* tasks;         // room for max_tasks
-  int32_t* num_tasks;
+  int32_t* num_tasks;  // of a list of two parts all three counts of Part
+  ListCut cut;         // a list of one part, where there are more than kMostOrdered experts
 };
+// Of a list: all tasks, those in front of its cut, those behind it.
+enum Part { kWhole, kFront, kBack };
 
 constexpr int kMaxLists = 5;
+constexpr int64_t kMostOrdered = 6000;  // experts: lists of more are only in the order of the experts
 
 inline int64_t max_tasks(const LayerShape& shape, const Tiling& tiling) {
   return max_tasks(tiling, shape.rows, static_cast<int>(shape.experts));

@@ -132,6 +132,22 @@ struct ListOrder {
   }
 };
 
+// A list in two parts, each of which has a place that the host knows: the first tasks stand at the end of the list's room, so the others at its
+// beginning. A list that would have no second part has no first one.
+struct ListCut {
+  int front = 0;  // tasks in front of the cut; 0: a list of one part
+  int at = 0;     // where they stand
+
+  MOE_HOST_FN int in_front(int count) const { return count > front ? front : 0; }
+  MOE_HOST_FN int place(int task, int count) const { return task < in_front(count) ? at + task : task - in_front(count); }
+};
+
+// Upper bound of the rows from the first one to the last one that the first `tasks` tasks of a row kind in pairs of rows read: their own, and those of a
+// group of row tiles of which only a part is among them.
+MOE_HOST_FN int64_t most_rows(const Tiling& t, int64_t tasks) {
+  return tasks * t.tile_m / div_up(t.n_extent, t.step_n) + (kGroupTiles + 1) * t.tile_m;
+}
+
 // Upper bound of the list's length for any counts of `experts` experts whose groups, padded to 128 rows each, fit in `padded_rows`.
 MOE_HOST_FN int64_t max_tasks(const Tiling& t, int64_t padded_rows, int experts) {
   if (is_wgrad(t.kind)) return static_cast<int64_t>(experts) * task_grid(t, 1).total;

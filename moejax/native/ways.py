@@ -32,6 +32,7 @@ WAYS = (
     "resident_512",
     "resident_rows",
     "resident_fp8",
+    "beside",
 )  # kernels_cuda/moe.h: Way
 
 _SIZES = ("tokens", "top_k", "experts", "d_model", "width")

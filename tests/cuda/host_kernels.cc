@@ -15,8 +15,9 @@
 #include "gemm_tokens_n.h"
 #include "host_faults.h"
 #include "host_tasks.h"
-#include "isa/host/host.h"
+#include "isa/host/host_mx.h"
 #include "mma_sm90.h"
+#include "row_copy.h"
 
 namespace {
 
@@ -26,6 +27,7 @@ struct Isa : Faulty<Host> {
   static uint32_t cluster_index() { return cluster; }
   static uint32_t num_clusters() { return clusters; }
 };
+using CopyIsa = Faulty<HostMx>;
 using Config = GemmConfig<256>;
 using Arguments = GemmArguments<host::Map>;
 
@@ -434,6 +436,35 @@ uint64_t carry_wide(const Layer& l, uint32_t seed) {
   return digest(carried.rows.data(), 2 * carried.rows.size());
 }
 
+// The rows from a cut on, by two blocks of more warps than one has groups of rows; and none where no task stands in front of a cut.
+uint64_t copy_back(const Layer& l, uint32_t seed) {
+  constexpr int kWidth = 8 * 50, kWarps = 3, kTileM = 64;
+  uint64_t bits = 0;
+  for (const int num_front : {0, 2, 11}) {
+    Carried carried(l, kWidth);
+    std::vector<Task> front(11);
+    for (int i = 0; i < 11; ++i) front[i].row0 = kTileM / 2 * (i < 2 ? i : i - 1);  // after a group of 8, rows of the next
+    const int cut = num_front == 0 ? kRows : front[num_front - 1].row0 + kTileM;
+    const RowCopy copy = {reinterpret_cast<const uint8_t*>(carried.tokens.data()), reinterpret_cast<uint8_t*>(carried.rows.data()), l.slot.data(),
+                          front.data(), &num_front, kRows, 2 * kWidth, kTopK, kTileM};
+    host::run_cluster(32 * kWarps, RowCopyConfig::kSharedBytes, seed, [&] {
+      const int warp = static_cast<int>(CopyIsa::cluster_rank()) * kWarps + static_cast<int>(CopyIsa::warp_index());
+      copy_rows<CopyIsa, RowCopyConfig>(copy, warp, host::kBlocks * kWarps);
+    });
+    for (int r = 0; r < kRows; ++r) {
+      for (int d = 0; d < kWidth; ++d) {
+        const uint16_t want = r >= cut && l.slot[r] >= 0 ? Carried::of(l.slot[r] / kTopK, d) : 0xFFFF;
+        if (carried.rows[static_cast<size_t>(r) * kWidth + d] == want) continue;
+        std::printf("row %d, column %d of those from %d on: %04x\n", r, d, cut, carried.rows[static_cast<size_t>(r) * kWidth + d]);
+        ++failures;
+        return 0;
+      }
+    }
+    bits ^= digest(carried.rows.data(), 2 * carried.rows.size());
+  }
+  return bits;
+}
+
 uint64_t dgrad_gate_up(const Layer& l, uint32_t seed, Variant variant) {
   std::vector<uint16_t> dx(kPoison16.begin(), kPoison16.begin() + kRows * kD);
   Arguments args = arguments(kF, kF, kD);
@@ -510,6 +541,11 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
     for (int unit = 0; unit < TokensNConfig::kMaxUnits; ++unit) written.push_back(written_barrier<TokensNConfig>(base, 1, unit));
     return written;
   }
+  if (name == "landed") {  // of all rings of copied rows
+    std::vector<uint32_t> landed;
+    for (int i = 0; i < RowCopyConfig::kMostWarps * RowCopyConfig::kStages; ++i) landed.push_back(base + RowCopyConfig::kBarrierOffset + 8 * i);
+    return landed;
+  }
   std::fprintf(stderr, "unknown barrier %s\n", name.c_str());
   std::exit(2);
 }
@@ -536,6 +572,7 @@ int main(int argc, char** argv) {
       if (kind == "down") return down(l, seed, variant);
       if (kind == "dgrad_down") return dgrad_down(l, seed, variant);
       if (kind == "carry") return carry_wide(l, seed);
+      if (kind == "copy_back") return copy_back(l, seed);
       if (kind == "dgrad_gate_up") return dgrad_gate_up(l, seed, variant);
       if (kind == "wgrad_down") return wgrad<kWgradDown>(l.dy, l.scaled_h, kD, kF, 1, false, seed, variant);
       if (kind == "wgrad_gate_up") return wgrad<kWgradGateUp>(l.d_gate_up, l.x, kF, kD, 2, false, seed, variant);

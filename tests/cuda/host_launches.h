@@ -37,22 +37,49 @@ Status build_tasks(int64_t experts, const int32_t* count_E, const int32_t* start
   const std::vector<int32_t> counts(count_E, count_E + experts), starts(start_E, start_E + experts);
   for (int l = 0; l < num_lists; ++l) {
     const auto tasks = list_tasks(static_cast<const Tiling&>(lists[l]), counts, starts, 3);  // for how many clusters changes no result
-    std::copy(tasks.begin(), tasks.end(), lists[l].tasks);
-    *lists[l].num_tasks = static_cast<int32_t>(tasks.size());
+    const int count = static_cast<int>(tasks.size()), front = lists[l].cut.in_front(count);
+    for (int i = 0; i < count; ++i) lists[l].tasks[lists[l].cut.place(i, count)] = tasks[i];
+    lists[l].num_tasks[kWhole] = count;
+    if (lists[l].cut.front > 0) lists[l].num_tasks[kFront] = front, lists[l].num_tasks[kBack] = count - front;
   }
   return {};
 }
 
-Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t, int zero_to) {
-  for (int64_t e = 0; e < s.experts; ++e) {  // padding
+inline void zero_padding(const LayerShape& s, const Plan& plan, uint16_t* rows_MxD, int zero_to) {
+  for (int64_t e = 0; e < s.experts; ++e) {
     const int64_t first = plan.start_E[e] + plan.count_E[e], end = plan.start_E[e] + (plan.count_E[e] + zero_to - 1) / zero_to * zero_to;
     std::fill(rows_MxD + first * s.d_model, rows_MxD + end * s.d_model, uint16_t{0});
   }
+}
+
+Status dispatch_rows(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, cudaStream_t, int zero_to) {
+  zero_padding(s, plan, rows_MxD, zero_to);
   for (int64_t slot = 0; slot < s.tokens * s.top_k; ++slot) {
     const int64_t row = plan.row_TxK[slot];
     if (row >= 0) std::copy_n(x_TxD + slot / s.top_k * s.d_model, s.d_model, rows_MxD + row * s.d_model);
   }
   return {};
+}
+
+// Rows of the first part: those of tasks in front of the cut, all of them where there is none.
+Status dispatch_part(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list, bool front) {
+  const int count = list.num_tasks[kFront];
+  int64_t cut = count == 0 ? s.rows : 0;
+  for (const Task* task = list.tasks + list.cut.at; task < list.tasks + list.cut.at + count; ++task) {
+    cut = std::max<int64_t>(cut, task->row0 + std::min(task->rows, task->pair == kPairM ? list.tile_m : list.tile_m / 2));
+  }
+  for (int64_t slot = 0; slot < s.tokens * s.top_k; ++slot) {
+    const int64_t row = plan.row_TxK[slot];
+    if (row >= 0 && (row < cut) == front) std::copy_n(x_TxD + slot / s.top_k * s.d_model, s.d_model, rows_MxD + row * s.d_model);
+  }
+  return {};
+}
+Status dispatch_front(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list, cudaStream_t, int zero_to) {
+  zero_padding(s, plan, rows_MxD, zero_to);
+  return dispatch_part(s, x_TxD, plan, rows_MxD, list, true);
+}
+Status dispatch_back(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, uint16_t* rows_MxD, const TaskList& list, int, cudaStream_t) {
+  return dispatch_part(s, x_TxD, plan, rows_MxD, list, false);
 }
 
 Status combine_rows(const LayerShape& s, const uint16_t* rows_MxD, const float* weight_TxK, const Plan& plan, uint16_t* y_TxD, cudaStream_t) {

@@ -167,7 +167,7 @@ def test_biases_match_the_fp32_oracle_and_continue(name):
 def test_every_way_of_a_product_gives_equal_bits(case, kind):
     layer = c_api.Layer(case["tokens"], case["top_k"], case["experts"], case["d"], case["f"])
     scatters = case["top_k"] == 1 and kind in ("down", "dgrad_gate_up")
-    assert len(layer.ways(kind)) == (4 if kind == "gate_up" else 3 if "wgrad" in kind else 1 if scatters else 2)
+    assert len(layer.ways(kind)) == (5 if kind == "gate_up" else 3 if "wgrad" in kind else 1 if scatters else 2)
     start = [torch.randn(case[n].shape, device="cuda") for n in ("w_gate_up", "w_down")]
     start += [torch.zeros_like(b) for b in case["biases"]]
     runs = []
@@ -179,6 +179,37 @@ def test_every_way_of_a_product_gives_equal_bits(case, kind):
                 rows = written_rows(a["plan"])
                 x, y = (a[name][:, rows], b[name][:, rows]) if name == "gate_up" else (a[name], b[name])
                 assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("capturing", [False, True], ids=["streams", "graph"])
+def test_rows_dispatched_in_two_parts_give_equal_bits(monkeypatch, capturing):
+    """So many rows that tasks stand on both sides of the cut; the steps overlap on streams, or are the edges of a graph."""
+    monkeypatch.setitem(CASES, "two_parts", ([9000, 0, 22001, 12300], 1, 4, None, 264, 256, "swiglu"))
+    case = build("two_parts")
+    wanted = run(case, ways={"gate_up": "dispatched"})
+    assert torch.equal(run(case)["y"], wanted["y"])
+    layer = c_api.Layer(*(case[n] for n in ("tokens", "top_k", "experts", "d", "f", "act")), ways={"gate_up": "beside"})
+    plan = layer.schedule(case["expert"], layer.new_plan())
+    y, gate_up = torch.empty_like(wanted["y"]), torch.empty_like(wanted["gate_up"])
+
+    def forward():
+        layer.forward(case["x"], case["weight"], plan, case["w_gate_up"], case["w_down"], y, gate_up)
+
+    call = forward
+    if capturing:
+        forward()  # what is asked once per device
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        call = graph.replay
+    rows = written_rows(plan)
+    for _ in range(3):
+        for out in (y, gate_up):
+            out.fill_(float("nan"))
+        layer.soil()
+        call()
+        torch.cuda.synchronize()
+        assert torch.equal(y, wanted["y"]) and torch.equal(gate_up[:, rows], wanted["gate_up"][:, rows])
 
 
 def written_rows(plan):
@@ -206,7 +237,9 @@ def test_accumulation_continues_from_the_buffer_and_leaves_empty_experts_alone(c
                 assert torch.equal(out[name][e], before[e])
 
 
-@pytest.mark.parametrize("layers", [75, 97])  # task lists of more than 6,015 experts have a builder of their own
+@pytest.mark.parametrize(
+    "layers", [75, 97]
+)  # task lists of more than 6,000 experts (kMostOrdered) have a builder of their own
 def test_a_layer_of_a_stack_gives_the_bits_of_the_layer_alone(layers):
     """Layers of 64 experts as one array: the layer is called with all of them, and only its own have rows."""
     case, at = build("many_experts"), 71

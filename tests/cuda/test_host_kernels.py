@@ -12,6 +12,7 @@ from tests.cuda.host_build import CXX, KERNELS, ROOT, build, emulator, found_rac
 KINDS = [
     *("gate_up", "down", "dgrad_down", "dgrad_gate_up", "wgrad_down", "wgrad_gate_up", "wgrad_down_accumulate"),
     "carry",  # the dispatch beside dgrad_gate_up, of wide rows
+    "copy_back",  # the second part of a dispatch, beside gate_up
 ]
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler on PATH")
@@ -38,6 +39,8 @@ FAULTS = [
     ("wait:full", "dgrad_down", "(write by the copy|read by products)", "(write by the copy|read by products)"),
     ("wait:credit", "down", "read by a bulk store", "write by warp"),
     ("store_wait_read", "down", "read by a bulk store", "write by warp"),
+    ("store_wait_read", "copy_back", "read by a bulk store", "write by the copy engine"),
+    ("wait:landed", "copy_back", "write by the copy engine", "read by a bulk store"),
     ("fence:wait", "gate_up", "write by gathering", "read by products"),
     ("fence:stmatrix", "gate_up", "write by warp", "read by a bulk store"),
     ("sync:fence", "gate_up", "write by warp", "read by a bulk store"),

@@ -47,7 +47,7 @@ def ways_of(kind, recipe, top_k, wgrad_bf16=False) -> list[str]:
         ]
     on_n = TOKENS_N_BF16 if recipe == "bf16" else TOKENS_N if recipe == "aligned" else {}
     on_n = kind in on_n and (top_k > 1 or kind in ("gate_up", "dgrad_down"))
-    gathered = ["gathered", "gathered_n"] if recipe == "bf16" and kind == "gate_up" else []
+    gathered = ["gathered", "gathered_n", "beside"] if recipe == "bf16" and kind == "gate_up" else []
     if recipe == "aligned" and kind == "dgrad_down":
         gathered = ["gathered"]
     return ["dispatched", *(["tokens_n"] if on_n else []), *gathered]
@@ -141,6 +141,9 @@ def random_biases(p: Problem):
     return [0.3 * random.standard_normal(shape).astype(np.float32) for shape in ((E, 2, F), (E, D))]
 
 
+ORDERS = (0x7FFFFFFF, 0x2AAAAAAA)  # host_overlap.h: between them, each step is overtaken by the next one where that may
+
+
 # --- BF16 ----------------------------------------
 
 
@@ -162,9 +165,21 @@ def test_bf16_matches_fp64_and_every_way_has_equal_bits(library, top_k, act):
         ({"gate_up": "gathered", **resident(512)}, "gate_up"),
         (on_n | resident("rows"), "gate_up"),
         (on_n | {"gate_up": "gathered_n"}, "nothing"),
+        ({"gate_up": "beside"}, "gate_up"),
     ]
     for seed, (ways, save) in enumerate(others, start=100):
         assert_equal_bits(run(library, p, ways, save=save, biases=biases, seed=seed), wanted, (ways, save))
+
+
+# Several tasks stand on either side of the cut. The steps run in every order that they may: the second part of the rows lands
+# before the product of the first, or after it.
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_rows_dispatched_beside_the_product_have_equal_bits_in_any_order(library, top_k):
+    p = without_idle_tokens(problem("bf16", 24, 264, tokens=1300 // top_k, top_k=top_k))
+    wanted = run(library, p, DISPATCHED)
+    for order in (0, *ORDERS, *(1 << bit for bit in range(4))):
+        got = run(library, p, DISPATCHED | {"gate_up": "beside"}, seed=order, order=order)
+        assert_equal_bits(got, wanted, hex(order))
 
 
 @pytest.mark.parametrize("ways", [DISPATCHED, TOKENS_N_BF16 | resident(512)], ids=["dispatched", "other"])
@@ -272,6 +287,8 @@ def test_a_layer_without_experts_is_refused(library, recipe):
     "recipe, ways, message",
     [
         ("bf16", {"down": "gathered"}, "way 2 is not one that the down product of this shape has"),
+        ("bf16", {"dgrad_down": "beside"}, "way 8 is not one that the dgrad_down product of this shape has"),
+        ("aligned", {"gate_up": "beside"}, "way 8 is not one that the gate_up product of this shape has in MXFP8"),
         ("bf16", {"wgrad_down": "resident_fp8"}, "way 7 is not one that the wgrad_down product of this shape has"),
         (
             "exact",
@@ -290,9 +307,6 @@ def test_a_layer_without_experts_is_refused(library, recipe):
 def test_a_way_that_a_product_does_not_have_is_refused(library, recipe, ways, message):
     with pytest.raises(Refused, match=message):
         run(library, problem("bf16" if recipe == "bf16" else "mxfp8", 32, 64, tokens=20), ways, recipe)
-
-
-ORDERS = (0x7FFFFFFF, 0x2AAAAAAA)  # host_overlap.h: between them, each step is overtaken by the next one where that may
 
 
 @pytest.mark.parametrize("top_k", [1, 2])

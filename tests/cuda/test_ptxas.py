@@ -67,6 +67,16 @@ def test_product_loops_touch_no_local_memory(compiled):
             assert not found or last - first > LONGEST_PRODUCT_LOOP, (function.split()[0], found)
 
 
+@needs_nvcc
+def test_the_copy_of_rows_keeps_everything_in_registers(tmp_path):
+    command = [NVCC, "-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-c"]
+    command += [str(KERNELS / "row_copy.cu"), "-o", str(tmp_path / "row_copy.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", done.stdout + done.stderr)
+    assert frames == [("0", "0")], done.stderr
+
+
 def test_kernels_include_no_template_library():
     for path in sorted(KERNELS.rglob("*")):
         if path.suffix in {".h", ".cuh", ".cu", ".cc"}:
@@ -82,6 +92,7 @@ def test_instructions_stay_in_the_instruction_layer():
         "task.h",
         "tiling.h",
         "mma_sm90.h",
+        "row_copy.h",
         *(p.name for p in KERNELS.glob("gemm_*.h") if p.name != "gemm_kernels.h"),
     ]
     assert len(names) > 5

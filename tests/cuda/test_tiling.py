@@ -14,7 +14,11 @@ def test_every_output_tile_has_one_task():
     program = build(
         [tests / "tiling.cc"],
         ["-O2", f"-I{KERNELS}"],
-        [KERNELS / "tiling.h", KERNELS / "task.h", tests / "host_tasks.h"],
+        [
+            KERNELS / "tiling.h",
+            *(KERNELS / name for name in ("task.h", "row_copy.h", "task_list.h", "moe.h")),
+            tests / "host_tasks.h",
+        ],
     )
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

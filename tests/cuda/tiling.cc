@@ -3,12 +3,14 @@
 // lists; exits with 1 at the first fault.
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <random>
 #include <string>
 #include <tuple>
 
 #include "host_tasks.h"
+#include "row_copy.h"
 
 namespace {
 
@@ -62,6 +64,43 @@ std::string check(const Tiling& t, const std::vector<int>& count_E, int clusters
     }
   }
   return found.empty() ? "" : "a tile outside the output";
+}
+
+// The two parts of a list: each task has a place of its own in the room, every row that a task of the first reads lies in front of the row that the
+// copy of the others begins with, and what a launch covers is enough.
+std::string check_cut(const Tiling& t, const std::vector<int>& count_E, int front) {
+  std::vector<int> start_E;
+  int rows = 0;
+  for (int count : count_E) {
+    start_E.push_back(rows);
+    rows += (count + 127) / 128 * 128;
+  }
+  const auto tasks = list_tasks(t, count_E, start_E);
+  const int count = static_cast<int>(tasks.size()), room = static_cast<int>(max_tasks(t, rows, static_cast<int>(count_E.size())));
+  const ListCut cut = {std::min(front, room), room - std::min(front, room)};
+  std::vector<Task> list(static_cast<size_t>(room));
+  std::vector<bool> taken(list.size());
+  for (int i = 0; i < count; ++i) {
+    const size_t place = static_cast<size_t>(cut.place(i, count));
+    if (taken.at(place)) return "two tasks in one place";
+    taken[place] = true;
+    list[place] = tasks[static_cast<size_t>(i)];
+  }
+  const int in_front = cut.in_front(count);
+  RowCopy copy = {};
+  copy.front = list.data() + cut.at;
+  copy.num_front = &in_front;
+  copy.rows = rows;
+  copy.tile_m = t.tile_m;
+  const int row = cut_row(copy);
+  if (in_front == 0 && (row != rows || rows > most_rows(t, cut.front))) return "a list of one part whose rows are not all in it";
+  if (in_front > 0 && (row > most_rows(t, cut.front) || in_front != front)) return "more rows in front of the cut than most_rows says";
+  for (int i = 0; i < in_front; ++i) {
+    const Task& task = copy.front[i];
+    if (std::memcmp(&task, &tasks[static_cast<size_t>(i)], sizeof(Task)) != 0) return "the first part is not the first tasks";
+    if (task.row0 + std::min(task.rows, task.pair == kPairM ? t.tile_m : t.tile_m / 2) > row) return "a task in front of the cut reads behind it";
+  }
+  return "";
 }
 
 // Work of the busiest of 66 clusters, and the mean, for Qwen3-30B's kDgradDown: a light task is two thirds of another.
@@ -120,6 +159,15 @@ int main() {
       std::printf("kind %d, pairs %d, tile %d x %d, extents %d x %d, %d clusters: %s\n", t.kind, static_cast<int>(t.pairs), t.tile_m, t.step_n,
                   t.m_extent, t.n_extent, clusters, wrong.c_str());
       return 1;
+    }
+    if (t.kind == kGateUp && t.pairs == Pairs::kRows) {
+      Tiling plain = t;
+      plain.level = false;
+      const std::string wrong_cut = check_cut(plain, count_E, 1 + static_cast<int>(random() % 900));
+      if (!wrong_cut.empty()) {
+        std::printf("%d columns of %d: %s\n", t.n_extent, t.step_n, wrong_cut.c_str());
+        return 1;
+      }
     }
     ++lists;
   }
