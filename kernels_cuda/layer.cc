@@ -52,16 +52,18 @@ int k_extent(const LayerShape& s, Kind kind) {
 
 // The default: tokens on the N side where most experts fit one tile of them, and one operand of a weight gradient at rest where most experts'
 // rows fit. A dispatch costs as much as T K D, gathering (in slower products) as T K D F: they were measured to break even near F = 1900
-// (NOTES.md, v7).
+// (NOTES.md, v7). A dispatch in two parts was measured with one expert per token, of which it reads no row twice (v19).
 Way way_of(const LayerShape& s, Kind kind) {
-  constexpr int64_t kGatherWidth = 1536;
+  constexpr int64_t kGatherWidth = 1536, kBesideWidth = 4096, kBesideTokens = 32768;
   if (s.way[kind] != kWayAuto) return s.way[kind];
   const int64_t rows = rows_per_expert(s);
   if (is_wgrad(kind)) return resident_way(rows, m_extent(s, kind), n_extent(s, kind));
   const bool few = rows <= TokensNConfig::kTokens;
   if (few && has_way(s, kind, kWayGatheredN)) return kWayGatheredN;
   if (few && has_way(s, kind, kWayTokensN)) return kWayTokensN;
-  return s.width <= kGatherWidth && has_way(s, kind, kWayGathered) ? kWayGathered : kWayDispatched;
+  if (s.width <= kGatherWidth && has_way(s, kind, kWayGathered)) return kWayGathered;
+  const bool many = rows > 1024 && s.top_k == 1 && s.tokens >= kBesideTokens && s.width <= kBesideWidth;
+  return many && has_way(s, kind, kWayBeside) ? kWayBeside : kWayDispatched;
 }
 
 bool gathers(const LayerShape& s, Kind kind) { return way_of(s, kind) == kWayGathered || way_of(s, kind) == kWayGatheredN; }
