@@ -2,9 +2,8 @@
 // contract and layer.cc for the BF16 layer, whose tasks, epilogues, dispatch and combine these are.
 //
 // kAligned: x and dY are quantised while their tokens are dispatched, or as tokens where dgrad-down gathers them, h in the epilogue of gate/up,
-// d(gate), d(up) and weight * h in that of dgrad-down; no pass over rows only quantises, but for gate and up that are saved in MXFP8, and h where
-// tokens are on the N side. kExact does it in passes of their own. Weight gradients contract over rows: their operands are quantised along rows
-// and, for FP8, stored transposed.
+// d(gate), d(up) and weight * h in that of dgrad-down; no pass over rows only quantises, but for gate and up that are saved in MXFP8. kExact does it
+// in passes of their own. Weight gradients contract over rows: their operands are quantised along rows and, for FP8, stored transposed.
 #include "kernel_check.h"
 #include "mx_gemm_kernels.h"
 #include "mx_layer_memory.h"
@@ -161,6 +160,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   up.b_codes = weights.gate_up_fprop_codes;
   if (m.h_MxF == nullptr) {  // quantised in the epilogue
     MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width));
+    up.h_MxF = static_cast<uint8_t*>(m.h_operand.data);
     up.row_codes = m.h_operand.codes;
   } else {
     MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));

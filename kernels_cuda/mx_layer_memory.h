@@ -151,7 +151,7 @@ inline TokenOperand take_tokens(Workspace& w, const LayerShape& s, bool fp8, Kin
 struct ForwardMemory {
   TokenOperand x;
   Operand h_operand;
-  uint16_t* h_MxF;
+  uint16_t* h_MxF;          // kExact: as gate/up gives it
   uint16_t* y_MxD;
   uint16_t* gate_up_2xMxF;  // on its way to MXFP8
   List gate_up, down;
@@ -162,7 +162,7 @@ inline ForwardMemory forward_memory(Workspace& w, const LayerShape& s, bool fp8,
   m.x = take_tokens(w, s, fp8, kGateUp);
   m.h_operand = take_operand(w, s, fp8, s.width);
   m.gate_up = take_list(w, s, kGateUp, fp8);
-  m.h_MxF = fp8 && m.gate_up.layout == Layout::kTokensM ? nullptr : w.take<uint16_t>(s.rows * s.width);
+  m.h_MxF = fp8 ? nullptr : w.take<uint16_t>(s.rows * s.width);
   m.y_MxD = w.take<uint16_t>(s.rows * s.d_model);
   m.gate_up_2xMxF = save_mx ? w.take<uint16_t>(2 * s.rows * s.width) : nullptr;
   m.down = take_list(w, s, kDown, fp8);

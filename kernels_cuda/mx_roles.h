@@ -48,6 +48,7 @@ struct MxArguments : GemmArguments<TensorMap> {
   const uint16_t* b_scales;
   // What `out` takes as E4M3: (F/128, M) of h for kGateUp, (2, F/128, M) of d(gate) and d(up) for kDgradDown.
   uint8_t* row_codes;
+  uint8_t* h_MxF;  // kGateUp with tokens on the N side: h, in place of `out`
   // kDgradDown, for FP8 weight gradients: d(gate), d(up) and weight * h along columns, transposed ((2, F, M) and `scaled_h` (F, M)), their codes
   // (2, M/128, F rounded up to 128) and scales (as b_scales). Without column_codes d_gate_up and scaled_h are BF16 rows.
   TensorMap d_gate_up;

@@ -1,13 +1,14 @@
 // The FP8 products with tokens on the N side, for experts with few rows: loader, results and store warps of gemm_tokens_n.h, and the same bits as
 // mx_roles.h. A block has 128 weight columns (kGateUp: 64 of gate and of up) by up to 192 tokens, a consumer 64 of them, because each K block is
 // summed in temporaries of its own and then added to the sums: two sets, half of the tokens each, so that one is multiplied while the other is
-// added. BF16 results leave; h is quantised after the product.
+// added. Results leave in BF16, but for h (mx_joint_results.h).
 //
 // A scale per token is one per column of the accumulators. They arrive with their stage as BF16 numbers in the order of the lanes that want them
 // (lane_scales), so that a consumer reads two with four bytes and unpacks each in one operation. The fourth warp adds those of the weights.
 #pragma once
 
 #include "gemm_tokens_n.h"
+#include "mx_joint_results.h"
 #include "mx_roles.h"
 
 namespace moe {
@@ -51,12 +52,15 @@ MOE_FN void scale_task(const Task& task, const Arguments& args, uint32_t rank, R
     Isa::barrier_arrive(ring.full());
     ring.advance();
   }
-  follow(result_stages<kKind, Config>(tile), ring);
+  follow(result_stages<kKind, Config>(tile, args), ring);
 }
 
 template <Kind kKind, bool kPlain, class Isa, class Config>
-struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
-  using Base = TokensNSums<kKind, kPlain, Isa, Config>;
+using MxTokensNSums = std::conditional_t<kKind == kGateUp, JointSums<kPlain, Isa, Config>, TokensNSums<kKind, kPlain, Isa, Config>>;
+
+template <Kind kKind, bool kPlain, class Isa, class Config>
+struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
+  using Base = MxTokensNSums<kKind, kPlain, Isa, Config>;
   using Base::Base;
   using Base::acc, Base::base, Base::consumer, Base::lane;
 
@@ -149,10 +153,17 @@ struct MxTokensNConsumer : TokensNSums<kKind, kPlain, Isa, Config> {
 };
 
 // The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
+template <Kind kKind>
+using MxTokensNConfigOf = std::conditional_t<kKind == kGateUp, WithQuantizedH<MxTokensNConfig>, MxTokensNConfig>;
+
 template <Kind kKind, bool kPlain, class Isa>
-struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfig, MxTokensNConsumer<kKind, kPlain, Isa, MxTokensNConfig>> {
-  using Config = MxTokensNConfig;
+struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfigOf<kKind>, MxTokensNConsumer<kKind, kPlain, Isa, MxTokensNConfigOf<kKind>>> {
+  using Config = MxTokensNConfigOf<kKind>;
+  using Base = TokensNRoles<kKind, Isa, Config, MxTokensNConsumer<kKind, kPlain, Isa, Config>>;
   static constexpr bool kFourthWarp = true;
+  static MOE_FN void init(uint32_t base) {
+    if constexpr (kKind == kGateUp) Config::template init_h_barriers<Isa>(base);
+  }
   template <class Batch>
   static MOE_FN uint32_t full_arrivals(const Batch&) {
     return 1 + kGatherLanes;
@@ -162,6 +173,18 @@ struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfig, MxTokensNConsumer<k
   static MOE_FN void gather(const Batch& batch, uint32_t base) {
     Ring<Isa, Config> ring(base);
     for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { scale_task<kKind, Isa>(task, args, Isa::cluster_rank(), ring); });
+  }
+
+  template <class Batch>
+  static MOE_FN void store(const Batch& batch, uint32_t base, uint32_t consumer) {
+    if constexpr (kKind == kGateUp) {
+      Ring<Isa, Config> ring(base);
+      JointStore<Isa, Config> results = {base, consumer};
+      for_each_task<Isa>(batch, [&](const Task& task, const auto& args) { results.run(task, args, ring); });
+      if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
+    } else {
+      Base::store(batch, base, consumer);
+    }
   }
 };
 

@@ -74,7 +74,7 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
     ring.advance();
   }
   MOE_NO_UNROLL
-  for (int i = 0; i < result_stages<kKind, Config>(tile); ++i) {  // lend stages to the consumers' results
+  for (int i = 0; i < result_stages<kKind, Config>(tile, args); ++i) {  // lend stages to the consumers' results
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
     if constexpr (kKind == kDgradDown) {
       load_gate_up_tokens_n<Isa, Config>(tile, args, i, ring);
@@ -91,7 +91,7 @@ MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32
   const int k_blocks = task_k_blocks<kKind, Config>(tile, args);
   const int units = tile_units<Config>(tile);
   if (args.gather == nullptr) {
-    follow(k_blocks + result_stages<kKind, Config>(tile), ring);
+    follow(k_blocks + result_stages<kKind, Config>(tile, args), ring);
     return;
   }
   wait_ready<Isa>(tile, args);
@@ -124,7 +124,7 @@ MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32
     Isa::gather_arrive(ring.full());
     ring.advance();
   }
-  follow(result_stages<kKind, Config>(tile), ring);
+  follow(result_stages<kKind, Config>(tile, args), ring);
 }
 
 // Fourth warp of kDgradDown, one task: the combine weights of its tokens, 0 for padding. It follows the ring; that the first stage for results is free
@@ -143,7 +143,7 @@ MOE_FN void weigh_task_tokens_n(const Task& tile, const Arguments& args, uint32_
   Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
   MOE_UNROLL
   for (int q = 0; q < kEach; ++q) Isa::store_float(table + 4 * (32 * q + lane), weight[q]);
-  follow(result_stages<kDgradDown, Config>(tile), ring);
+  follow(result_stages<kDgradDown, Config>(tile, args), ring);
 }
 
 }  // namespace moe

@@ -18,15 +18,12 @@ struct TokensNSums {
   MOE_FN TokensNSums(uint32_t shared_base, uint32_t consumer_)
       : base(shared_base), consumer(consumer_), warp(Isa::warp_index() % 4), lane(Isa::lane_index()) {}
 
-  static constexpr bool kJoint = Config::joint(kKind);
   static constexpr int kSources = kKind == kGateUp ? 2 : 1;  // panels that a piece's sums go to: gate and up
 
   // Address that this lane supplies to the transposing stmatrix for token blocks 2 jj and 2 jj + 1 of a panel (64 tokens of 64
-  // columns): matrices are (block 2jj, columns 0-7 of the warp's 16), (2jj, 8-15), (2jj+1, 0-7), (2jj+1, 8-15). Joint: for the warp's
-  // eight columns of token blocks 4 jj .. 4 jj + 3.
+  // columns): matrices are (block 2jj, columns 0-7 of the warp's 16), (2jj, 8-15), (2jj+1, 0-7), (2jj+1, 8-15).
   MOE_FN uint32_t matrix_address(uint32_t panel, int jj) const {
     const uint32_t matrix = lane / 8;
-    if (kJoint) return panel + panel_offset(8 * (4 * jj + matrix) + lane % 8, 4 * consumer + warp);
     return panel + panel_offset(8 * (2 * jj + matrix / 2) + lane % 8, 2 * warp + matrix % 2);
   }
 
@@ -109,18 +106,18 @@ struct TokensNSums {
       const int unit = piece / kPieces;
       if (64 * unit < tokens) {
         if (piece % kAtOnce == 0) Isa::barrier_wait(ring.full(), ring.phase);
-        const uint32_t first = slot_panel<Config>(ring.data(), kJoint ? 0 : consumer, piece % kAtOnce);
+        const uint32_t first = slot_panel<Config>(ring.data(), consumer, piece % kAtOnce);
         MOE_UNROLL
-        for (int jj = 0; jj < (kJoint ? 2 : 4); ++jj) {
+        for (int jj = 0; jj < 4; ++jj) {
           uint32_t pair[kSources][4], h[4];
           MOE_UNROLL
           for (int i = 0; i < 4; ++i) {
-            const int j = 8 * unit + (kJoint ? 4 * jj + i : 2 * jj + i / 2);
+            const int j = 8 * unit + 2 * jj + i / 2;
             const uint32_t kept = live(tokens, j);
             MOE_UNROLL
             for (int b = 0; b < kSources; ++b) {
-              const int block = kJoint ? 0 : kKind == kGateUp ? b : piece % kPieces;
-              const float* const sums = acc[block] + 4 * j + 2 * (kJoint ? b : i % 2);
+              const int block = kKind == kGateUp ? b : piece % kPieces;
+              const float* const sums = acc[block] + 4 * j + 2 * (i % 2);
               pair[b][i] = Isa::pack_bf16(sums[0], sums[1]) & kept;
             }
             if constexpr (kKind == kGateUp) {
@@ -183,20 +180,14 @@ MOE_FN void write_dots(const float (&dot)[2][4], const Task& tile, const Argumen
   }
 }
 
-// Store warp of one consumer, one task; the first one for both consumers where their results are joint.
+// Store warp of one consumer, one task.
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_t shared_base, uint32_t consumer, uint32_t& tiles,
                                 Ring<Isa, Config>& ring) {
-  constexpr bool kJoint = Config::joint(kKind);
-  if (kJoint && consumer > 0) return;
-  auto for_consumers = [&](auto f) {
-    f(consumer);
-    if (kJoint) f(1u);
-  };
   const Task tile = block_tile<Config>(task, kKind, Isa::cluster_rank());
   ring.skip(task_k_blocks<kKind, Config>(task, args));
   const bool one = Isa::lane_index() == 0;
-  const int tokens = tile_tokens<Config>(tile), stages = result_stages<kKind, Config>(tile);
+  const int tokens = tile_tokens<Config>(tile), stages = result_stages<kKind, Config>(tile, args);
   constexpr int kPieces = Config::pieces(kKind), kAtOnce = Config::pieces_at_once(kKind);
   float dot[2][4];  // kDgradDown: of tokens lane and lane + 32 of a unit
   // Result r of a piece.
@@ -212,7 +203,7 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
   };
   MOE_NO_UNROLL
   for (int stage = 0; stage < stages; ++stage) {
-    for_consumers([&](uint32_t c) { Isa::barrier_wait(written_barrier<Config>(shared_base, c, stage), tiles >> stage & 1); });
+    Isa::barrier_wait(written_barrier<Config>(shared_base, consumer, stage), tiles >> stage & 1);
     const uint32_t first = slot_panel<Config>(ring.data(), consumer, 0);
     if (one) {
       if constexpr (kKind == kGateUp || kKind == kDgradDown) {
@@ -233,11 +224,11 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
     }
     if (one) Isa::template store_wait_read<0>();
     Isa::warp_sync();
-    if (one) for_consumers([&](uint32_t) { ring.release_warpgroup(ring.empty()); });
+    if (one) ring.release_warpgroup(ring.empty());
     ring.advance();
     tiles ^= 1u << stage;  // a stage's barrier turns only in tiles that have it
   }
-  if (one) for_consumers([&](uint32_t c) { Isa::barrier_arrive(credit_barrier<Config>(shared_base, c)); });
+  if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
   if (task.signal >= 0 && one) {
     Isa::store_wait_done();
     Isa::add_release(args.signals + task.signal, 1);

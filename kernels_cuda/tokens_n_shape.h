@@ -25,7 +25,9 @@ struct TokensNShape {
 
   // A consumer's pieces of 64 tokens, and how many leave in a stage.
   static MOE_HOST_FN constexpr int pieces(Kind kind) { return kind == kGateUp ? 1 : kColumnBlocks; }
-  static MOE_HOST_FN constexpr int pieces_at_once(Kind kind) { return kind == kGateUp || kind == kDgradDown ? 1 : kPiecesAtOnce; }
+  static MOE_HOST_FN constexpr int pieces_at_once(Kind kind) {
+    return joint(kind) ? 2 : kind == kGateUp || kind == kDgradDown ? 1 : kPiecesAtOnce;
+  }
 
   static constexpr int kBarrierOffset = kStages * kStageBytes;
   static constexpr int kWrittenOffset = kBarrierOffset + 2 * kStages * 8;
@@ -35,8 +37,7 @@ struct TokensNShape {
   static constexpr int kSlotPanels = (kPanelsA + kPanelsB) / kConsumers;
   static constexpr int kUnitScaleBytes = 0;  // scales of 64 tokens that come with a stage
 
-  // With one block of columns a consumer has 32 of gate and 32 of up: both fill the same panels of 64 columns, which the first store warp
-  // sends for both.
+  // With one block of columns a consumer has 32 of gate and 32 of up: both fill the same panels of 64 columns (mx_joint_results.h).
   static MOE_HOST_FN constexpr bool joint(Kind kind) { return kind == kGateUp && kColumnBlocks == 1; }
 
   static_assert(kColumnBlocks == 1 || kSlotPanels >= 3, "a stage carries three panels per consumer in the epilogue of gate and up");
@@ -64,9 +65,10 @@ template <class Config>
 MOE_FN int tile_units(const Task& tile) {
   return (tile_tokens<Config>(tile) + 63) / 64;
 }
-// Stages in which a tile's results leave.
-template <Kind kKind, class Config>
-MOE_FN int result_stages(const Task& tile) {
+// Stages in which a tile's results leave. Of joint gate and up, h has a place of its own.
+template <Kind kKind, class Config, class Arguments>
+MOE_FN int result_stages(const Task& tile, const Arguments& args) {
+  if (Config::joint(kKind) && !args.save_gate_up) return 0;
   return div_up(Config::pieces(kKind) * tile_units<Config>(tile), Config::pieces_at_once(kKind));
 }
 // Boxes of tokens in unit `unit` that hold the first `tokens` of the tile.

@@ -33,6 +33,27 @@ struct Sm90Mx : Sm90 {
   static MOE_FN void store_short(uint32_t address, uint32_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
   }
+
+  // --- from block to block of a cluster: words at the same shared address in block `rank`, arrivals that hand them over, and the wait for those ---
+  static MOE_FN void store_word_cluster(uint32_t address, uint32_t rank, uint32_t x) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.u32 [remote], %2;\n}" ::"r"(address), "r"(rank),
+                 "r"(x)
+                 : "memory");
+  }
+  static MOE_FN void barrier_release_cluster(uint32_t bar, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+        "r"(rank)
+        : "memory");
+  }
+  static MOE_FN void barrier_acquire_cluster(uint32_t bar, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+  }
 };
 
 }  // namespace moe

@@ -28,6 +28,11 @@ struct Faulty : Base {
     Base::barrier_wait(bar, parity);
     did("wait");
   }
+  static void barrier_acquire_cluster(uint32_t bar, uint32_t parity) {
+    if (fault.what == "wait" && std::count(fault.barriers.begin(), fault.barriers.end(), bar) > 0) return;
+    Base::barrier_acquire_cluster(bar, parity);
+    did("wait");
+  }
   template <int kPending>
   static void store_wait_read() {
     if (fault.what != "store_wait_read") Base::template store_wait_read<kPending>();

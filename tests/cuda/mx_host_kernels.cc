@@ -390,19 +390,23 @@ uint64_t gate_up(uint32_t seed) {
     }
   }
   compare_bytes("h", Quantized(expected.data(), num_rows, kF, 1), h.data(), h_codes.data());
-  if (both_sides) {  // h in BF16, to be quantised later
-    std::vector<uint16_t> saved_n(2 * wide(), 0xFFFF), h_n(wide(), 0xFFFF), h_m(wide());
-    for (size_t i = 0; i < wide(); ++i) h_m[i] = Host::bf16(expected[i]);
+  if (both_sides) {
+    const Quantized h_m(expected.data(), num_rows, kF, 1);
+    std::vector<uint16_t> saved_n(2 * wide(), 0xFFFF);
+    std::fill(h.begin(), h.end(), uint8_t{0xFF});
+    std::fill(h_codes.begin(), h_codes.end(), uint8_t{0xFF});
     args.b.box_rows = 8;
-    args.out = map_of(h_n.data(), 2, kF, num_rows);
+    args.out = {};
+    args.h_MxF = h.data();
     args.gate_up = map_of(saved_n.data(), 2, kF, num_rows, 2);
     run_tokens_n<kGateUp>(args, seed);
     compare_sides("gate, up", 2, kF, saved, saved_n);
-    compare_sides("h", 1, kF, h_m, h_n);
+    compare_bytes("h, tokens on the N side", h_m, h.data(), h_codes.data());
     args.save_gate_up = 0;  // each alone
-    std::fill(h_n.begin(), h_n.end(), uint16_t{0xFFFF});
+    std::fill(h.begin(), h.end(), uint8_t{0xFF});
+    std::fill(h_codes.begin(), h_codes.end(), uint8_t{0xFF});
     run_tokens_n<kGateUp>(args, seed);
-    compare_sides("h alone", 1, kF, h_m, h_n);
+    compare_bytes("h alone, tokens on the N side", h_m, h.data(), h_codes.data());
     args.save_gate_up = 1, args.write_out = 0;
     std::fill(saved_n.begin(), saved_n.end(), uint16_t{0xFFFF});
     run_tokens_n<kGateUp>(args, seed);
@@ -600,11 +604,15 @@ uint64_t wgrad(int m_extent, int n_extent, int halves, bool accumulate, uint32_t
 std::vector<uint32_t> barriers_of(const std::string& name) {
   using Config = MxConfig<kDgradDown>;
   using Group = GroupBarriers<Config>;
+  using GateUpN = MxTokensNConfigOf<kGateUp>;
   const uint32_t base = Isa::shared_base();
   if (name == "shared") return {Group::shared(base)};
   if (name == "taken") return {Group::taken(base)};
   if (name == "staging") return {Group::staging(base, 0), Group::staging(base, 1)};
   if (name == "weights") return {Group::weights(base, 0), Group::weights(base, 1)};
+  if (name == "filled") return {GateUpN::filled(base)};
+  if (name == "room") return {GateUpN::left(base)};
+  if (name == "exchanged") return {GateUpN::exchanged(base, 0), GateUpN::exchanged(base, 1)};
   if (name == "joint") {  // what the first store warp waits for besides its own consumer
     std::vector<uint32_t> found;
     for (int unit = 0; unit < MxTokensNConfig::kMaxUnits; ++unit) found.push_back(written_barrier<MxTokensNConfig>(base, 1, unit));

@@ -15,7 +15,7 @@ UNITS = {"hopper": ["gemm_kernels.cu", "mx_gemm_kernels.cu"], "blackwell": ["sm1
 PROGRAMS = {
     *("gemm_gather.h", "gemm_tokens_n.h", "gemm_resident.h", "gemm_resident_rows.h"),
     *("tokens_n_shape.h", "tokens_n_load.h", "tokens_n_results.h"),
-    *("mx_roles.h", "mx_tokens_n.h", "mx_epilogue.h", "mx_resident.h"),
+    *("mx_roles.h", "mx_tokens_n.h", "mx_joint_results.h", "mx_epilogue.h", "mx_resident.h"),
 }
 # Host side of a launch.
 LAUNCH = {

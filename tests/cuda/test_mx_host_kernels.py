@@ -55,6 +55,11 @@ FAULTS = [
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
     ("sync:load", "down_tokens_n", "read by warp", "write by the copy engine"),  # scales, overwritten
     ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
+    # h: before it is there, before the last tile's has left, before the other block's codes are there and before all lanes have sent theirs.
+    ("wait:filled", "gate_up_tokens_n", "write by the store warp", "write by warp"),
+    ("wait:room", "gate_up_tokens_n", "write by the store warp", "write by warp"),
+    ("wait:exchanged", "gate_up_tokens_n", r"\w+ by the store warp", r"\w+ by the store warp"),
+    ("sync:store", "gate_up_tokens_n", "write by the store warp", "read by the store warp"),
     ("store_wait_read", "dgrad_gate_up_tokens_n", "read by a bulk store", "write by"),
     ("fence:stmatrix", "gate_up_tokens_n", "write by warp", "read by a bulk store"),
     ("sync:fence", "down_tokens_n", "write by warp", "read by a bulk store"),

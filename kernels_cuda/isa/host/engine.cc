@@ -140,9 +140,10 @@ uint8_t* read(uint32_t address, uint32_t bytes) {
   engine->races.read(self(), address, bytes);
   return at;
 }
-uint8_t* written(uint32_t address, uint32_t bytes) {
-  uint8_t* const at = shared(block(), address, bytes);
-  engine->races.write(self(), address, bytes);
+uint8_t* written(uint32_t address, uint32_t bytes) { return written_in(block(), address, bytes); }
+uint8_t* written_in(int block, uint32_t address, uint32_t bytes) {
+  uint8_t* const at = shared(block, address, bytes);
+  engine->races.write(self(), block, address, bytes);
   return at;
 }
 uint8_t* read_by_warp(uint32_t address, uint32_t bytes) {

@@ -33,6 +33,7 @@ uint8_t* shared(int block, uint32_t address, uint32_t bytes);  // checked
 // The same of this thread's block, for ordinary accesses of this thread, or of its warp as one.
 uint8_t* read(uint32_t address, uint32_t bytes);
 uint8_t* written(uint32_t address, uint32_t bytes);
+uint8_t* written_in(int block, uint32_t address, uint32_t bytes);  // of another block
 uint8_t* read_by_warp(uint32_t address, uint32_t bytes);
 uint8_t* written_by_warp(uint32_t address, uint32_t bytes);
 // What the next copy_in writes, counted on the barrier of that block; what the next copy_out or queue_product reads.

@@ -32,6 +32,11 @@ struct HostMx : Host {
     const uint16_t v = static_cast<uint16_t>(value);
     std::memcpy(host::written(address, 2), &v, 2);
   }
+  static void store_word_cluster(uint32_t address, uint32_t rank, uint32_t x) {
+    std::memcpy(host::written_in(static_cast<int>(rank), address, 4), &x, 4);
+  }
+  static void barrier_release_cluster(uint32_t bar, uint32_t rank) { host::barrier_arrive(static_cast<int>(rank), bar, 1, 0); }
+  static void barrier_acquire_cluster(uint32_t bar, uint32_t parity) { host::barrier_wait(bar, parity); }
 
  private:
   // Where element (row, k) of a K-major operand lies under the 128-byte swizzle.

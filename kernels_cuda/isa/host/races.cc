@@ -189,12 +189,12 @@ void Races::operand(int lane, uint32_t address, uint32_t bytes, uint32_t group) 
 void Races::products_done(int lane, uint32_t done) { products_done_[lane / 128] = done; }
 
 // --- memory ---------------------------------------------------------------------------------------------------------------------------
-void Races::touch(int lane, uint32_t address, uint32_t bytes, bool write, bool several) {
+void Races::touch(int lane, int block, uint32_t address, uint32_t bytes, bool write, bool several) {
   if (write) all_[lane].clean = false;
   if (write && several) {
     for (int l = lane / 32 * 32; l < lane / 32 * 32 + 32; ++l) all_[l].clean = false;
   }
-  record(lane, lane / threads_, address, bytes, write, now(lane, several));
+  record(lane, block, address, bytes, write, now(lane, several));
 }
 
 void Races::record(int lane, int block, uint32_t address, uint32_t bytes, bool write, const Event& event) {

@@ -28,12 +28,12 @@ class Races {
   // Of `blocks` blocks of `threads` threads with `bytes` of shared memory each, whose first address is `base`.
   Races(int blocks, int threads, uint32_t base, uint32_t bytes, Report report);
 
-  // What `lane` (of all blocks) does.
-  void read(int lane, uint32_t address, uint32_t bytes) { touch(lane, address, bytes, false, false); }
-  void write(int lane, uint32_t address, uint32_t bytes) { touch(lane, address, bytes, true, false); }
+  // What `lane` (of all blocks) does, in its own block unless `block` says which.
+  void read(int lane, uint32_t address, uint32_t bytes) { touch(lane, lane / threads_, address, bytes, false, false); }
+  void write(int lane, int block, uint32_t address, uint32_t bytes) { touch(lane, block, address, bytes, true, false); }
   // As one of the whole warp: which of its lanes is not said.
-  void warp_read(int lane, uint32_t address, uint32_t bytes) { touch(lane, address, bytes, false, true); }
-  void warp_write(int lane, uint32_t address, uint32_t bytes) { touch(lane, address, bytes, true, true); }
+  void warp_read(int lane, uint32_t address, uint32_t bytes) { touch(lane, lane / threads_, address, bytes, false, true); }
+  void warp_write(int lane, uint32_t address, uint32_t bytes) { touch(lane, lane / threads_, address, bytes, true, true); }
   void fence(int lane);
   void warp_sync(int lane);
   void sync_all();
@@ -100,7 +100,7 @@ class Races {
   Event now(int lane, bool several) const;
   bool known(int lane, const Event& event) const;
   bool is_fenced(int lane, const Event& event) const;
-  void touch(int lane, uint32_t address, uint32_t bytes, bool write, bool several);
+  void touch(int lane, int block, uint32_t address, uint32_t bytes, bool write, bool several);
   // Records `event`, which `lane` does or starts.
   void record(int lane, int block, uint32_t address, uint32_t bytes, bool write, const Event& event);
   void note_read(int lane, Cell& cell, const Event& event);
