@@ -24,6 +24,7 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
   args.m_extent = m_extent(s, kind);
   args.n_extent = n_extent(s, kind);
   args.k_extent = static_cast<int>(kind == kDown || kind == kDgradGateUp ? s.width : s.d_model);
+  args.zero_to = MxTokensNConfig::kBoxRows;  // nobody reads padding of y or dx
   args.act = act;
   return args;
 }
@@ -45,16 +46,19 @@ Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, MxArgum
 
 TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
 
-Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves = 1) {
-  return encode_tensor_map(map, name, o.fp8 ? Element::kE4m3 : Element::kBf16, o.data, rows_shape(s, width, halves));
+// Rows of a box of tokens, of a product's operand or results.
+int token_box(const List& list) { return list.layout == Layout::kTokensN ? MxTokensNConfig::kBoxRows : kPanelRows; }
+
+Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves, int box) {
+  return encode_tensor_map(map, name, o.fp8 ? Element::kE4m3 : Element::kBf16, o.data, rows_shape(s, width, halves), box);
 }
 // Of an operand of a weight gradient: transposed in FP8, as rows in BF16.
 Status column_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, Layout layout, int64_t width, int64_t halves = 1) {
   if (!o.fp8) return encode_tensor_map(map, name, Element::kBf16, o.data, rows_shape(s, width, halves), box_rows(layout));
   return encode_tensor_map(map, name, Element::kE4m3, o.data, {s.rows, width, halves, 1});
 }
-Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1) {
-  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves));
+Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1, int box = kPanelRows) {
+  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves), box);
 }
 
 struct WeightMaps {
@@ -102,19 +106,20 @@ Status quantize_gate_up(const LayerShape& s, const Plan& plan, const uint16_t* g
   return quantize(rows_source(s, plan, gate_up_2xMxF, s.width, 2), out, {}, stream);
 }
 
-// Tokens as A of a product; with `rows` also dispatched in BF16, as a weight gradient of that layout reads them.
-Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const TokenOperand& x, void* rows, Layout layout,
-                       cudaStream_t stream) {
+// Tokens as A of a product of `list`; with `rows` also dispatched in BF16, as a weight gradient of that layout reads them.
+Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const List& list, const TokenOperand& x, void* rows,
+                       Layout layout, cudaStream_t stream) {
   uint16_t* const rows_MxD = static_cast<uint16_t*>(rows);
   const int zero_to = multiplied_rows(layout);
   if (x.fp8) {
-    return dispatch_quantized(s, x_TxD, plan, {x.by_token, static_cast<uint8_t*>(x.data), x.codes, x.token_codes, rows_MxD, zero_to}, stream);
+    const QuantizedTokens out = {x.by_token, static_cast<uint8_t*>(x.data), x.codes, x.token_codes, token_box(list), rows_MxD, zero_to};
+    return dispatch_quantized(s, x_TxD, plan, out, stream);
   }
   if (rows != nullptr) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, rows_MxD, stream, zero_to));
   return quantize(token_source(s, plan, x_TxD), x.output(Form::kAligned, false), {}, stream);
 }
-Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const TokenOperand& x, cudaStream_t stream) {
-  return quantize_tokens(s, x_TxD, plan, x, nullptr, Layout::kTokensM, stream);
+Status quantize_tokens(const LayerShape& s, const uint16_t* x_TxD, const Plan& plan, const List& list, const TokenOperand& x, cudaStream_t stream) {
+  return quantize_tokens(s, x_TxD, plan, list, x, nullptr, Layout::kTokensM, stream);
 }
 
 }  // namespace
@@ -149,17 +154,17 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   ForwardMemory m = forward_memory(space, s, fp8, save_mx);
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
-  MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.x, stream));
+  MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.gate_up, m.x, stream));
   WeightMaps maps;
   MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
   auto up = arguments(s, kGateUp, act);
-  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model));
+  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model, 1, token_box(m.gate_up)));
   up.b = maps.gate_up_fprop;
   up.a_codes = m.x.codes;
   up.b_codes = weights.gate_up_fprop_codes;
   if (m.h_MxF == nullptr) {  // quantised in the epilogue
-    MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width));
+    MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width, 1, kPanelRows));
     up.h_MxF = static_cast<uint8_t*>(m.h_operand.data);
     up.row_codes = m.h_operand.codes;
   } else {
@@ -178,7 +183,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   }
 
   auto down = arguments(s, kDown, act);
-  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width));
+  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width, 1, token_box(m.down)));
   down.b = maps.down_fprop;
   down.a_codes = m.h_operand.codes;
   down.b_codes = weights.down_fprop_codes;
@@ -189,7 +194,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
     return run_gemm(s, plan, m.down, down, fp8, stream);
   }
-  MOE_RETURN_IF_ERROR(bf16_map(&down.out, "y", s, m.y_MxD, s.d_model));
+  MOE_RETURN_IF_ERROR(bf16_map(&down.out, "y", s, m.y_MxD, s.d_model, 1, token_box(m.down)));
   MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.down, down, fp8, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
@@ -220,8 +225,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   uint16_t* const x_MxD = static_cast<uint16_t*>(m.x_columns.data);  // if BF16
   const bool carries_x = options.wgrad_bf16 && can_carry(kDgradGateUp) && m.dgrad_gate_up.layout == Layout::kTokensM;
   const auto make_dy = [&](cudaStream_t lane) {
-    if (options.wgrad_bf16) return quantize_tokens(s, dy_TxD, plan, m.dy, m.dy_columns.data, m.wgrad_down.layout, lane);
-    if (m.dy.by_token) return quantize_tokens(s, dy_TxD, plan, m.dy, lane);
+    if (options.wgrad_bf16) return quantize_tokens(s, dy_TxD, plan, m.dgrad_down, m.dy, m.dy_columns.data, m.wgrad_down.layout, lane);
+    if (m.dy.by_token) return quantize_tokens(s, dy_TxD, plan, m.dgrad_down, m.dy, lane);
     return quantize(dy, m.dy.output(Form::kAligned, false), dy_columns, lane);
   };
   const auto make_x = [&](cudaStream_t lane) {
@@ -241,13 +246,13 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D));
+    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D, 1, token_box(m.gate_up)));
     up.b = maps.gate_up_fprop;
     up.a_codes = m.x.codes;
     up.b_codes = weights.gate_up_fprop_codes;
     up.gate_up = gate_up;
     up.save_gate_up = 1;
-    MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) { return quantize_tokens(s, x_TxD, plan, m.x, lane); }));
+    MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) { return quantize_tokens(s, x_TxD, plan, m.gate_up, m.x, lane); }));
     MOE_RETURN_IF_ERROR(steps.step(After::kAll, [&, up](cudaStream_t lane) { return run_gemm(s, plan, m.gate_up, up, fp8, lane); }));
   } else if (saved.elements_2xMxF != nullptr) {
     MOE_RETURN_IF_ERROR(steps.step(After::kAllButOne, [&](cudaStream_t lane) {
@@ -256,7 +261,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
 
   auto dh = arguments(s, kDgradDown, act);
-  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dy, D));
+  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dy, D, 1, kPanelRows));
   dh.b = maps.down_dgrad;
   dh.a_codes = m.dy.codes;
   dh.b_codes = weights.down_dgrad_codes;
@@ -270,7 +275,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
   dh.weight_partial = m.partial_CxM;
   if (fp8) {  // quantised in the epilogue
-    MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2));
+    MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2, kPanelRows));
     MOE_RETURN_IF_ERROR(column_map(&dh.d_gate_up, "d_gate_up", s, m.d_gate_up_columns, m.dgrad_down.layout, F, 2));
     MOE_RETURN_IF_ERROR(column_map(&dh.scaled_h, "weight * h", s, m.scaled_h_columns, m.dgrad_down.layout, F));
     dh.row_codes = m.d_gate_up.codes;
@@ -301,7 +306,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_down_args.accumulate = accumulate;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
-  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2));
+  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2, token_box(m.dgrad_gate_up)));
   dx_args.b = maps.gate_up_dgrad;
   dx_args.a_codes = m.d_gate_up.codes;
   dx_args.b_codes = weights.gate_up_dgrad_codes;
@@ -309,7 +314,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
   } else {
-    MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D));
+    MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D, 1, token_box(m.dgrad_gate_up)));
   }
   if (carries_x) {
     dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(x_MxD), plan.row_TxK, plan.count_E, plan.start_E,

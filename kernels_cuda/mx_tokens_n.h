@@ -13,7 +13,7 @@
 
 namespace moe {
 
-struct MxTokensNConfig : TokensNShape<128, 5> {
+struct MxTokensNConfig : TokensNShape<128, 5, 16> {
   static constexpr int kBlockK = 128;
   static constexpr int kElementBytes = 1;
   static constexpr bool kOnlyKMajor = true;

@@ -58,13 +58,14 @@ Status quantize_two(const QuantizeSource (&sources)[2], const MxOutput (&by_colu
 // Bytes from a token's codes to the next one's.
 inline int64_t token_code_pitch(int64_t d_model) { return ((d_model + 127) / 128 + 15) / 16 * 16; }
 
-// Tokens in kAligned MX along D, each quantised once. Elements are of rows, padding up to the next multiple of 64 zero; or of tokens, for
-// products that gather them. Codes are always of rows, 0 for all without a token.
+// Tokens in kAligned MX along D, each quantised once. Elements are of rows, padding up to the next multiple of `zero_to` zero; or of tokens,
+// for products that gather them. Codes are always of rows, 0 for all without a token.
 struct QuantizedTokens {
   bool by_token;
   uint8_t* elements;     // (M, D); by_token: (T, D)
   uint8_t* codes;        // (ceil(D/128), M)
   uint8_t* token_codes;  // (T, token_code_pitch), on the way: a byte at a time they would cost more than the tokens
+  int zero_to;
   uint16_t* rows_MxD = nullptr;  // if not null: also BF16 rows, as dispatch_rows writes them
   int zero_rows_to = 64;         // as dispatch_rows
 };

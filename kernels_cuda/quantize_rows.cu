@@ -123,19 +123,19 @@ constexpr int kPaddingBlocks = 8;
 template <bool kByToken>
 __global__ void __launch_bounds__(kThreads)
     dispatch_quantized_kernel(const __nv_bfloat16* __restrict__ x_TxD, uint2* __restrict__ elements_V, uint8_t* __restrict__ token_codes_TxP,
-                              int code_pitch, uint4* __restrict__ rows_MxV, int zero_rows_to, int vectors, int experts, int top_k, Plan plan) {
+                              int code_pitch, int zero_to, uint4* __restrict__ rows_MxV, int zero_rows_to, int vectors, int experts, int top_k, Plan plan) {
   const int padding_blocks = experts * kPaddingBlocks;
   if (static_cast<int>(blockIdx.x) < padding_blocks) {
     const int expert = blockIdx.x / kPaddingBlocks;
     const int count = plan.count_E[expert];
     const int64_t first = static_cast<int64_t>(plan.start_E[expert]) + count;
-    auto each_vector = [&](int zero_to, auto clear) {  // of padding up to a multiple of so many rows
-      const int64_t total = static_cast<int64_t>((count + zero_to - 1) / zero_to * zero_to - count) * vectors;
+    auto each_vector = [&](int end, auto clear) {  // of padding up to a multiple of so many rows: what lies past it is never read
+      const int64_t total = static_cast<int64_t>((count + end - 1) / end * end - count) * vectors;
       for (int64_t i = static_cast<int64_t>(blockIdx.x % kPaddingBlocks) * kThreads + threadIdx.x; i < total; i += kPaddingBlocks * kThreads) {
         clear(first * vectors + i);
       }
     };
-    if (!kByToken) each_vector(64, [&](int64_t at) { elements_V[at] = make_uint2(0, 0); });  // whole panels of padding are never read
+    if (!kByToken) each_vector(zero_to, [&](int64_t at) { elements_V[at] = make_uint2(0, 0); });
     if (rows_MxV != nullptr) each_vector(zero_rows_to, [&](int64_t at) { rows_MxV[at] = make_uint4(0, 0, 0, 0); });
     return;
   }
@@ -349,7 +349,7 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
   const int top_k = static_cast<int>(s.top_k), pitch = static_cast<int>(token_code_pitch(s.d_model));
   const auto kernel = out.by_token ? dispatch_quantized_kernel<true> : dispatch_quantized_kernel<false>;
   kernel<<<blocks, kThreads, slot_table_bytes(top_k), stream>>>(
-      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(out.elements), out.token_codes, pitch,
+      reinterpret_cast<const __nv_bfloat16*>(x_TxD), reinterpret_cast<uint2*>(out.elements), out.token_codes, pitch, out.zero_to,
       reinterpret_cast<uint4*>(out.rows_MxD), out.zero_rows_to, static_cast<int>(s.d_model / 8), static_cast<int>(s.experts), top_k, plan);
   if (const Status status = launched("dispatch_quantized"); !status.ok()) return status;
   const dim3 code_blocks(static_cast<unsigned>((s.rows + kThreads - 1) / kThreads), static_cast<unsigned>(pitch / 16));

@@ -283,7 +283,7 @@ Status dispatch_quantized(const LayerShape& s, const uint16_t* x_TxD, const Plan
     if (plan.slot_M[row] >= 0) std::copy_n(elements_MxD + row * s.d_model, s.d_model, to.elements + plan.slot_M[row] / s.top_k * s.d_model);
   }
   for (int64_t e = 0; e < s.experts; ++e) {  // padding that the kernel does not write: NaN
-    const int64_t first = plan.start_E[e] + (plan.count_E[e] + 63) / 64 * 64, end = plan.start_E[e] + (plan.count_E[e] + 127) / 128 * 128;
+    const int64_t first = plan.start_E[e] + div_up(plan.count_E[e], to.zero_to) * to.zero_to, end = plan.start_E[e] + div_up(plan.count_E[e], 128) * 128;
     std::fill(elements_MxD + first * s.d_model, elements_MxD + end * s.d_model, static_cast<uint8_t>(mx::kNanByte));
   }
   return to.rows_MxD != nullptr ? dispatch_rows(s, x_TxD, plan, to.rows_MxD, stream, to.zero_rows_to) : Status{};

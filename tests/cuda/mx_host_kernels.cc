@@ -250,6 +250,8 @@ void run_tokens_n(Arguments args, uint32_t seed) {
     }
   }
   args.a_scales = scales.data();
+  args.a.box_rows = args.zero_to = Config::kBoxRows;
+  if (kKind != kGateUp) args.out.box_rows = Config::kBoxRows;
   run_list<MxTokensN<kKind, true, Isa>>({kKind, Config::kTileM, step_n<Config>(kKind), args.m_extent, args.n_extent, false, Pairs::kColumns}, args, seed);
 }
 
@@ -349,10 +351,10 @@ void compare_lines(const char* what, const Quantized& q, const uint8_t* bytes, c
   }
 }
 
-// BF16 rows of both sides, up to the end of each expert's last 64 rows.
-void compare_sides(const char* what, int matrices, int width, const std::vector<uint16_t>& m, const std::vector<uint16_t>& n) {
+// BF16 rows of both sides, up to the end of each expert's last box of so many rows.
+void compare_sides(const char* what, int matrices, int width, int box, const std::vector<uint16_t>& m, const std::vector<uint16_t>& n) {
   for (int e = 0; e < experts; ++e) {
-    for (int r = start_E[e]; r < start_E[e] + (count_E[e] + 63) / 64 * 64; ++r) {
+    for (int r = start_E[e]; r < start_E[e] + div_up(count_E[e], box) * box; ++r) {
       for (int i = 0; i < matrices; ++i) {
         const size_t at = (size_t(i) * num_rows + r) * width;
         if (std::memcmp(&m[at], &n[at], 2 * size_t(width)) == 0) continue;
@@ -400,7 +402,7 @@ uint64_t gate_up(uint32_t seed) {
     args.h_MxF = h.data();
     args.gate_up = map_of(saved_n.data(), 2, kF, num_rows, 2);
     run_tokens_n<kGateUp>(args, seed);
-    compare_sides("gate, up", 2, kF, saved, saved_n);
+    compare_sides("gate, up", 2, kF, kPanelRows, saved, saved_n);
     compare_bytes("h, tokens on the N side", h_m, h.data(), h_codes.data());
     args.save_gate_up = 0;  // each alone
     std::fill(h.begin(), h.end(), uint8_t{0xFF});
@@ -410,7 +412,7 @@ uint64_t gate_up(uint32_t seed) {
     args.save_gate_up = 1, args.write_out = 0;
     std::fill(saved_n.begin(), saved_n.end(), uint16_t{0xFFFF});
     run_tokens_n<kGateUp>(args, seed);
-    compare_sides("gate, up alone", 2, kF, saved, saved_n);
+    compare_sides("gate, up alone", 2, kF, kPanelRows, saved, saved_n);
   }
   return digest(h.data(), h.size()) ^ digest(h_codes.data(), h_codes.size()) ^ digest(saved.data(), 2 * saved.size());
 }
@@ -430,7 +432,7 @@ uint64_t down(uint32_t seed) {
     std::vector<uint16_t> y_n(deep(), 0xFFFF);
     args.out = map_of(y_n.data(), 2, d_extent, num_rows);
     run_tokens_n<kDown>(args, seed);
-    compare_sides("y", 1, d_extent, y, y_n);
+    compare_sides("y", 1, d_extent, MxTokensNConfig::kBoxRows, y, y_n);
   }
   return digest(y.data(), 2 * y.size());
 }
@@ -534,7 +536,7 @@ uint64_t dgrad_gate_up(uint32_t seed) {
     std::vector<uint16_t> dx_n(deep(), 0xFFFF);
     args.out = map_of(dx_n.data(), 2, d_extent, num_rows);
     run_tokens_n<kDgradGateUp>(args, seed);
-    compare_sides("dx", 1, d_extent, dx, dx_n);
+    compare_sides("dx", 1, d_extent, MxTokensNConfig::kBoxRows, dx, dx_n);
   }
   return digest(dx.data(), 2 * dx.size());
 }
