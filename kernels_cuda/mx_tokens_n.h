@@ -64,11 +64,11 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
   using Base::Base;
   using Base::acc, Base::base, Base::consumer, Base::lane;
 
-  // Starts the products of one K block with half of the tokens.
-  template <int kCount>
-  MOE_FN void start_half(float (&part)[kCount], uint32_t stage, int half) const {
+  // Starts the products of one K block with the tokens of a half, from token kFrom on.
+  template <int kFrom, int kCount>
+  MOE_FN void start_half(float (&part)[kCount], uint32_t stage) const {
     const uint64_t weights = panel_descriptor(stage + consumer * kPanelBytes, false);
-    const uint64_t tokens = panel_descriptor(stage + Config::kPanelsA * kPanelBytes + half * 2 * kCount * kPanelRowBytes, false);
+    const uint64_t tokens = panel_descriptor(stage + Config::kPanelsA * kPanelBytes + kFrom * kPanelRowBytes, false);
     constexpr uint64_t kStep = panel_k16_step(false);  // 32 bytes: 32 of K
     Isa::mma_fence();
     Isa::template mma_e4m3<true>(part, weights, tokens);
@@ -79,17 +79,22 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
 
   // Waits until only the products started after this half's are under way, kPending groups of them, and adds it. The second half is the last to
   // read its stage.
-  template <int kPending, int kHalf, int kCount>
+  template <int kPending, int kFrom, int kCount>
   MOE_FN void finish_half(const float (&part)[kCount], uint32_t scales, uint32_t empty) {
-    constexpr int kPieces = kCount / 8;  // of four scales: two blocks of eight tokens
-    uint32_t pair[kPieces][2];
+    constexpr int kBlocks = kCount / 4;  // of eight tokens, two of which are this lane's
+    uint32_t pair[kBlocks];
     MOE_UNROLL
-    for (int i = 0; i < kPieces; ++i) {  // before the wait, so that they come for nothing
-      const int block = kCount / 4 * kHalf + 2 * i;
-      float two[2];
-      Isa::load_float2(scales + block / 8 * Config::kUnitScaleBytes + 32 * (lane % 4) + block % 8 * 4, two[0], two[1]);
-      pair[i][0] = mx::bits_of(two[0]);
-      pair[i][1] = mx::bits_of(two[1]);
+    for (int j = 0; j < kBlocks; ++j) {  // before the wait, so that they come for nothing
+      const int block = kFrom / 8 + j;
+      const uint32_t at = scales + block / 8 * Config::kUnitScaleBytes + 32 * (lane % 4) + block % 8 * 4;
+      if (block % 2 == 0 && j + 1 < kBlocks) {
+        float two[2];
+        Isa::load_float2(at, two[0], two[1]);
+        pair[j] = mx::bits_of(two[0]);
+        pair[j + 1] = mx::bits_of(two[1]);
+      } else if (block % 2 == 0 || j == 0) {
+        pair[j] = Isa::load_word(at);
+      }
     }
     float weight[2];
     if constexpr (kKind == kGateUp) {
@@ -98,17 +103,17 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
       weight[0] = weight[1] = mx::float_of(Isa::load_word(scales + Config::kWeightScales));
     }
     Isa::template mma_wait<kPending>();
-    if (kHalf == 1) {
+    if (kFrom > 0) {
       Isa::warp_sync();  // all lanes have read their scales
       Ring<Isa, Config>::release(empty);
     }
     MOE_UNROLL
-    for (int j = 0; j < kCount / 4; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
       MOE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const float token = i % 2 ? Isa::bf16_hi(pair[j / 2][j % 2]) : Isa::bf16_lo(pair[j / 2][j % 2]);
+        const float token = i % 2 ? Isa::bf16_hi(pair[j]) : Isa::bf16_lo(pair[j]);
         const float factor = Isa::mul(token, weight[i / 2]);  // exact, as mx::product_scale
-        float& sum = acc[0][kCount * kHalf + 4 * j + i];
+        float& sum = acc[0][kFrom / 2 + 4 * j + i];
         sum = Isa::fma(part[4 * j + i], factor, sum);
       }
     }
@@ -119,25 +124,25 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
   MOE_FN void multiply(int k_blocks, Ring<Isa, Config>& ring) {
     float first[kN / 4], second[kN / 4];
     Isa::barrier_wait(ring.full(), ring.phase);
-    start_half(first, ring.data(), 0);
+    start_half<0>(first, ring.data());
     int left = 2 * k_blocks - 1;  // halves to be started; odd
     MOE_NO_UNROLL
     for (; left > 1; left -= 2) {
       const uint32_t scales = Config::scales(base, ring.stage), empty = ring.empty();
-      start_half(second, ring.data(), 1);
+      start_half<kN / 2>(second, ring.data());
       finish_half<1, 0>(first, scales, empty);
       ring.advance();
       Isa::barrier_wait(ring.full(), ring.phase);
-      start_half(first, ring.data(), 0);
-      finish_half<1, 1>(second, scales, empty);
+      start_half<0>(first, ring.data());
+      finish_half<1, kN / 2>(second, scales, empty);
     }
     // Never taken. Without it the compiler makes one piece of the loop's head and the tail, which begin alike, and ptxas then no longer sees which
     // products are under way, and makes each wait for the one before.
     if (left < 1) return Isa::template mma_wait<0>();
     const uint32_t scales = Config::scales(base, ring.stage), empty = ring.empty();
-    start_half(second, ring.data(), 1);
+    start_half<kN / 2>(second, ring.data());
     finish_half<1, 0>(first, scales, empty);
-    finish_half<0, 1>(second, scales, empty);
+    finish_half<0, kN / 2>(second, scales, empty);
     ring.advance();
   }
 
@@ -147,7 +152,7 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
     const int k_blocks = task_k_blocks<kKind, Config>(task, args);
     MOE_UNROLL
     for (int i = 0; i < Config::kAcc; ++i) acc[0][i] = 0.0f;
-    with_width(tile_tokens<Config>(tile), [&](auto width) { multiply<decltype(width)::value>(k_blocks, ring); });
+    with_fine_width(tile_tokens<Config>(tile), [&](auto width) { multiply<decltype(width)::value>(k_blocks, ring); });
     this->write(tile, args, ring);
   }
 };

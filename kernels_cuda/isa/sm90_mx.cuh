@@ -10,11 +10,13 @@ struct Sm90Mx : Sm90 {
   template <bool kFirst, int kCount>
   static MOE_FN void mma_e4m3(float (&acc)[kCount], uint64_t desc_a, uint64_t desc_b) {
     constexpr int kN = 2 * kCount;
-    static_assert(kN == 32 || kN == 48 || kN == 64 || kN == 80 || kN == 96 || kN == 128, "no product of this width");
+    static_assert(kN == 32 || kN == 48 || kN == 64 || kN == 72 || kN == 80 || kN == 88 || kN == 96 || kN == 128, "no product of this width");
     if constexpr (kN == 32) sm90::wgmma_m64n32k32_e4m3<kFirst>(acc, desc_a, desc_b);
     if constexpr (kN == 48) sm90::wgmma_m64n48k32_e4m3<kFirst>(acc, desc_a, desc_b);
     if constexpr (kN == 64) sm90::wgmma_m64n64k32_e4m3<kFirst>(acc, desc_a, desc_b);
+    if constexpr (kN == 72) sm90::wgmma_m64n72k32_e4m3<kFirst>(acc, desc_a, desc_b);
     if constexpr (kN == 80) sm90::wgmma_m64n80k32_e4m3<kFirst>(acc, desc_a, desc_b);
+    if constexpr (kN == 88) sm90::wgmma_m64n88k32_e4m3<kFirst>(acc, desc_a, desc_b);
     if constexpr (kN == 96) sm90::wgmma_m64n96k32_e4m3<kFirst>(acc, desc_a, desc_b);
     if constexpr (kN == 128) sm90::wgmma_m64n128k32_e4m3<kFirst>(acc, desc_a, desc_b);
   }

@@ -612,7 +612,6 @@ std::vector<uint32_t> barriers_of(const std::string& name) {
   if (name == "taken") return {Group::taken(base)};
   if (name == "staging") return {Group::staging(base, 0), Group::staging(base, 1)};
   if (name == "weights") return {Group::weights(base, 0), Group::weights(base, 1)};
-  if (name == "filled") return {GateUpN::filled(base)};
   if (name == "room") return {GateUpN::left(base)};
   if (name == "exchanged") return {GateUpN::exchanged(base, 0), GateUpN::exchanged(base, 1)};
   if (name == "joint") {  // what the first store warp waits for besides its own consumer
@@ -648,7 +647,7 @@ int main(int argc, char** argv) {
   if (take_suffix("_deep")) d_extent = 672;
   if (strips) set_groups({200, 0, 700, 40, 300});  // one that does not fit
   if (both_sides) {
-    set_groups({0, 1, 250, 31, 160, 192, 97});  // every width of a product, tiles that are full, that overflow and that end within 64 tokens
+    set_groups({0, 1, 250, 31, 160, 192, 97, 140, 170});  // every width of a product, tiles that are full, that overflow and that end within 64 tokens
     compare_factors();
   }
   uint64_t first = 0;

@@ -53,10 +53,9 @@ FAULTS = [
     ("sync:wait", "dgrad_down_deep", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_gate_up", "read by warp", "write by the copy engine"),
     ("sync:load", "wgrad_down_accumulate", "read by warp", "write by the copy engine"),
-    ("sync:load", "down_tokens_n", "read by warp", "write by the copy engine"),  # scales, overwritten
+    ("sync:load", "down_tokens_n", "read by warp", "write by the (copy engine|fourth warp)"),  # scales, overwritten
     ("wait:joint", "gate_up_tokens_n", "write by warp", "read by a bulk store"),  # the other consumer's half of a panel
-    # h: before it is there, before the last tile's has left, before the other block's codes are there and before all lanes have sent theirs.
-    ("wait:filled", "gate_up_tokens_n", "write by the store warp", "write by warp"),
+    # h: before the last tile's has left, before the other block's codes are there and before all lanes have sent theirs.
     ("wait:room", "gate_up_tokens_n", "write by the store warp", "write by warp"),
     ("wait:exchanged", "gate_up_tokens_n", r"\w+ by the store warp", r"\w+ by the store warp"),
     ("sync:store", "gate_up_tokens_n", "write by the store warp", "read by the store warp"),
@@ -99,8 +98,8 @@ MUTATIONS = {
     ),
     "scales given back before they are read": (
         "mx_tokens_n.h",
-        "finish_half<1, 1>(second, scales, empty);",
-        "finish_half<1, 1>(second, Config::scales(base, ring.stage), empty);",
+        "finish_half<1, kN / 2>(second, scales, empty);",
+        "finish_half<1, kN / 2>(second, Config::scales(base, ring.stage), empty);",
     ),
     "a K block of a strip added before its products are done": (
         "mx_resident.h",
