@@ -46,39 +46,27 @@ Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, MxArgum
 
 TensorShape rows_shape(const LayerShape& s, int64_t width, int64_t halves = 1) { return {width, s.rows, halves, 1}; }
 
-// Rows of a box of tokens, of a product's operand or results.
+// As in layer.cc: rows of a box of tokens, and what memory gives at once.
 int token_box(const List& list) { return list.layout == Layout::kTokensN ? MxTokensNConfig::kBoxRows : kPanelRows; }
+int l2_bytes(const List& list) { return list.layout == Layout::kTokensN ? 128 : 256; }
 
-Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, int64_t width, int64_t halves, int box) {
-  return encode_tensor_map(map, name, o.fp8 ? Element::kE4m3 : Element::kBf16, o.data, rows_shape(s, width, halves), box);
+// Rows that a product reads or writes.
+Status row_map(CUtensorMap* map, const char* name, const LayerShape& s, const List& list, const Operand& o, int64_t width, int64_t halves = 1) {
+  const Element element = o.fp8 ? Element::kE4m3 : Element::kBf16;
+  return encode_tensor_map(map, name, element, o.data, rows_shape(s, width, halves), token_box(list), l2_bytes(list));
 }
 // Of an operand of a weight gradient: transposed in FP8, as rows in BF16.
 Status column_map(CUtensorMap* map, const char* name, const LayerShape& s, const Operand& o, Layout layout, int64_t width, int64_t halves = 1) {
   if (!o.fp8) return encode_tensor_map(map, name, Element::kBf16, o.data, rows_shape(s, width, halves), box_rows(layout));
   return encode_tensor_map(map, name, Element::kE4m3, o.data, {s.rows, width, halves, 1});
 }
-Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1, int box = kPanelRows) {
-  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves), box);
+Status bf16_map(CUtensorMap* map, const char* name, const LayerShape& s, const void* data, int64_t width, int64_t halves = 1) {
+  return encode_tensor_map(map, name, Element::kBf16, data, rows_shape(s, width, halves));
 }
 
-struct WeightMaps {
-  CUtensorMap gate_up_fprop, gate_up_dgrad, down_fprop, down_dgrad;
-};
-
-Status weight_maps(WeightMaps* maps, const LayerShape& s, bool fp8, Layout gate_up_layout, const MxWeights& w) {
-  const Element element = fp8 ? Element::kE4m3 : Element::kBf16;
-  const int64_t D = s.d_model, F = s.width;
-  if (gate_up_layout == Layout::kTokensN) {
-    MOE_RETURN_IF_ERROR(encode_joint_map(&maps->gate_up_fprop, "gate_up_fprop", w.gate_up_fprop, {D, F, 2, s.experts}));
-  } else {
-    MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_fprop, "gate_up_fprop", element, w.gate_up_fprop, {D, F, 2, s.experts}));
-  }
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->down_fprop, "down_fprop", element, w.down_fprop, {F, D, 1, s.experts}));
-  const TensorShape gate_up = fp8 ? TensorShape{F, D, 2, s.experts} : TensorShape{D, F, 2, s.experts};
-  const TensorShape down = fp8 ? TensorShape{D, F, 1, s.experts} : TensorShape{F, D, 1, s.experts};
-  if (w.gate_up_dgrad == nullptr) return {};
-  MOE_RETURN_IF_ERROR(encode_tensor_map(&maps->gate_up_dgrad, "gate_up_dgrad", element, w.gate_up_dgrad, gate_up));
-  return encode_tensor_map(&maps->down_dgrad, "down_dgrad", element, w.down_dgrad, down);
+Status weight_map(CUtensorMap* map, const char* name, bool fp8, const List& list, const void* data, const TensorShape& shape) {
+  if (list.layout == Layout::kTokensN && list.kind == kGateUp) return encode_joint_map(map, name, data, shape);
+  return encode_tensor_map(map, name, fp8 ? Element::kE4m3 : Element::kBf16, data, shape, kPanelRows, l2_bytes(list));
 }
 
 // Rows in memory, or gathered from tokens.
@@ -150,30 +138,29 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   MOE_RETURN_IF_ERROR(check_shape(s, options));
   const bool fp8 = options.mode == MxMode::kAligned;
   const bool save_mx = saved.elements_2xMxF != nullptr;
+  const int64_t D = s.d_model, F = s.width;
   Workspace space(workspace);
   ForwardMemory m = forward_memory(space, s, fp8, save_mx);
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
   MOE_RETURN_IF_ERROR(quantize_tokens(s, x_TxD, plan, m.gate_up, m.x, stream));
-  WeightMaps maps;
-  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
   auto up = arguments(s, kGateUp, act);
-  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, s.d_model, 1, token_box(m.gate_up)));
-  up.b = maps.gate_up_fprop;
+  MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.gate_up, m.x, D));
+  MOE_RETURN_IF_ERROR(weight_map(&up.b, "gate_up_fprop", fp8, m.gate_up, weights.gate_up_fprop, {D, F, 2, s.experts}));
   up.a_codes = m.x.codes;
   up.b_codes = weights.gate_up_fprop_codes;
   if (m.h_MxF == nullptr) {  // quantised in the epilogue
-    MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.h_operand, s.width, 1, kPanelRows));
+    MOE_RETURN_IF_ERROR(row_map(&up.out, "h", s, m.gate_up, m.h_operand, F));
     up.h_MxF = static_cast<uint8_t*>(m.h_operand.data);
     up.row_codes = m.h_operand.codes;
   } else {
-    MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, s.width));
+    MOE_RETURN_IF_ERROR(bf16_map(&up.out, "h", s, m.h_MxF, F));
   }
   up.write_out = 1;
   const uint16_t* gate_up = save_mx ? m.gate_up_2xMxF : saved.gate_up_2xMxF;
   if (gate_up != nullptr) {
-    MOE_RETURN_IF_ERROR(bf16_map(&up.gate_up, "gate_up", s, gate_up, s.width, 2));
+    MOE_RETURN_IF_ERROR(bf16_map(&up.gate_up, "gate_up", s, gate_up, F, 2));
     up.save_gate_up = 1;
   }
   MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.gate_up, up, fp8, stream));
@@ -183,8 +170,8 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
   }
 
   auto down = arguments(s, kDown, act);
-  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.h_operand, s.width, 1, token_box(m.down)));
-  down.b = maps.down_fprop;
+  MOE_RETURN_IF_ERROR(row_map(&down.a, "h", s, m.down, m.h_operand, F));
+  MOE_RETURN_IF_ERROR(weight_map(&down.b, "down_fprop", fp8, m.down, weights.down_fprop, {F, D, 1, s.experts}));
   down.a_codes = m.h_operand.codes;
   down.b_codes = weights.down_fprop_codes;
   down.slot_M = plan.slot_M;
@@ -194,7 +181,7 @@ Status mx_forward(const LayerShape& s, const Activation& act, const MxOptions& o
     MOE_RETURN_IF_ERROR(zero_unrouted(s, plan, y_TxD, stream));
     return run_gemm(s, plan, m.down, down, fp8, stream);
   }
-  MOE_RETURN_IF_ERROR(bf16_map(&down.out, "y", s, m.y_MxD, s.d_model, 1, token_box(m.down)));
+  MOE_RETURN_IF_ERROR(row_map(&down.out, "y", s, m.down, {m.y_MxD}, D));
   MOE_RETURN_IF_ERROR(run_gemm(s, plan, m.down, down, fp8, stream));
   return combine_rows(s, m.y_MxD, weight_TxK, plan, y_TxD, stream);
 }
@@ -216,8 +203,6 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   Workspace space(workspace);
   BackwardMemory m = backward_memory(space, s, options, accumulate);
   TaskList lists[] = {m.dgrad_down, m.dgrad_gate_up, m.wgrad_down, m.wgrad_gate_up, m.gate_up};
-  WeightMaps maps;
-  MOE_RETURN_IF_ERROR(weight_maps(&maps, s, fp8, m.gate_up.layout, weights));
 
   // dY as A of dgrad-down, and what else is made of it in the same pass. Rows or columns of x are for wgrad_gate_up, the last of the products.
   const QuantizeSource dy = token_source(s, plan, dy_TxD), x = token_source(s, plan, x_TxD);
@@ -246,8 +231,8 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   MOE_RETURN_IF_ERROR(bf16_map(&gate_up, "gate_up", s, gate_up_rows, F, 2));
   if (recompute) {
     auto up = arguments(s, kGateUp, act);
-    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.x, D, 1, token_box(m.gate_up)));
-    up.b = maps.gate_up_fprop;
+    MOE_RETURN_IF_ERROR(row_map(&up.a, "x", s, m.gate_up, m.x, D));
+    MOE_RETURN_IF_ERROR(weight_map(&up.b, "gate_up_fprop", fp8, m.gate_up, weights.gate_up_fprop, {D, F, 2, s.experts}));
     up.a_codes = m.x.codes;
     up.b_codes = weights.gate_up_fprop_codes;
     up.gate_up = gate_up;
@@ -261,8 +246,9 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
 
   auto dh = arguments(s, kDgradDown, act);
-  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dy, D, 1, kPanelRows));
-  dh.b = maps.down_dgrad;
+  MOE_RETURN_IF_ERROR(row_map(&dh.a, "dy", s, m.dgrad_down, m.dy, D));
+  const TensorShape down_dgrad = fp8 ? TensorShape{D, F, 1, s.experts} : TensorShape{F, D, 1, s.experts};
+  MOE_RETURN_IF_ERROR(weight_map(&dh.b, "down_dgrad", fp8, m.dgrad_down, weights.down_dgrad, down_dgrad));
   dh.a_codes = m.dy.codes;
   dh.b_codes = weights.down_dgrad_codes;
   dh.gate_up = gate_up;
@@ -275,7 +261,7 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   }
   dh.weight_partial = m.partial_CxM;
   if (fp8) {  // quantised in the epilogue
-    MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.d_gate_up, F, 2, kPanelRows));
+    MOE_RETURN_IF_ERROR(row_map(&dh.out, "d_gate_up", s, m.dgrad_down, m.d_gate_up, F, 2));
     MOE_RETURN_IF_ERROR(column_map(&dh.d_gate_up, "d_gate_up", s, m.d_gate_up_columns, m.dgrad_down.layout, F, 2));
     MOE_RETURN_IF_ERROR(column_map(&dh.scaled_h, "weight * h", s, m.scaled_h_columns, m.dgrad_down.layout, F));
     dh.row_codes = m.d_gate_up.codes;
@@ -306,15 +292,16 @@ Status mx_backward(const LayerShape& s, const Activation& act, const MxOptions& 
   dw_down_args.accumulate = accumulate;
 
   auto dx_args = arguments(s, kDgradGateUp, act);
-  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.d_gate_up, F, 2, token_box(m.dgrad_gate_up)));
-  dx_args.b = maps.gate_up_dgrad;
+  MOE_RETURN_IF_ERROR(row_map(&dx_args.a, "d_gate_up", s, m.dgrad_gate_up, m.d_gate_up, F, 2));
+  const TensorShape gate_up_dgrad = fp8 ? TensorShape{F, D, 2, s.experts} : TensorShape{D, F, 2, s.experts};
+  MOE_RETURN_IF_ERROR(weight_map(&dx_args.b, "gate_up_dgrad", fp8, m.dgrad_gate_up, weights.gate_up_dgrad, gate_up_dgrad));
   dx_args.a_codes = m.d_gate_up.codes;
   dx_args.b_codes = weights.gate_up_dgrad_codes;
   if (s.top_k == 1) {
     dx_args.scatter = reinterpret_cast<uint8_t*>(dx_TxD);
     dx_args.slot_M = plan.slot_M;
   } else {
-    MOE_RETURN_IF_ERROR(bf16_map(&dx_args.out, "dx", s, m.dx_MxD, D, 1, token_box(m.dgrad_gate_up)));
+    MOE_RETURN_IF_ERROR(row_map(&dx_args.out, "dx", s, m.dgrad_gate_up, {m.dx_MxD}, D));
   }
   if (carries_x) {
     dx_args.carry = {reinterpret_cast<const uint8_t*>(x_TxD), reinterpret_cast<uint8_t*>(x_MxD), plan.row_TxK, plan.count_E, plan.start_E,

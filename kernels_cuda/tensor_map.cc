@@ -72,7 +72,7 @@ Status encode_joint_map(CUtensorMap* map, const char* name, const void* address,
   const cuuint64_t dims[5] = {row, 8, 2, static_cast<cuuint64_t>(shape.outer) / 8, static_cast<cuuint64_t>(shape.experts)};
   const cuuint64_t strides[4] = {row, matrix, 8 * row, 2 * matrix};
   const cuuint32_t box[5] = {kPanelRowBytes, 8, 2, 4, 1};
-  return encode(map, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, address, shape, dims, strides, box, true, 256);
+  return encode(map, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, address, shape, dims, strides, box, true, 128);
 }
 
 }  // namespace moe

@@ -84,7 +84,7 @@ def test_product_loops_touch_no_local_memory(loops):
     on_m, on_n = product_loops(loops, "7MxRoles"), product_loops(loops, "9MxTokensN")
     assert (len(on_m), len(on_n)) == (8, 4)  # six and three kinds, those with an activation in two forms
     for name, found in (on_m | on_n).items():
-        assert len(found) == (1 if name in on_m else 5), (name, "a loop for each width of the product")
+        assert len(found) == (1 if name in on_m else 7), (name, "a loop for each width of the product")
         for loop in found:
             assert sum("QGMMA" in line for line in loop) == 8, "four products of K 32 for each half of the columns"
             local = [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
