@@ -34,10 +34,12 @@ MANY_ROWS = {
     **{"gate_up": "gathered", "wgrad_down": "resident_rows", "wgrad_gate_up": "resident_rows"},
     **dict.fromkeys(("down", "dgrad_down", "dgrad_gate_up"), "dispatched"),
 }
+BESIDE = MANY_ROWS | {"gate_up": "beside"}  # x dispatched in two parts
 SHAPES = {
     # name: (group sizes or None, K, E, T, D, F, activation), as in test_expert_layer.py
     "tiny_one_slot": ([3, 0, 130], 1, 3, None, 72, 40, "swiglu"),
     "tiny_two_slots": (None, 2, 3, 65, 136, 72, "swiglu"),
+    "two_parts": ([3000, 0, 7000], 1, 3, None, 72, 40, "swiglu"),  # tasks for more than a round of 132 multiprocessors
 }
 
 
@@ -58,9 +60,10 @@ def run_shapes(unwritten: bool) -> None:
         start = (torch.ones_like(plain["dw_gate_up"]), torch.ones_like(plain["dw_down"]))
         other = layer.run(case, recompute=True, accumulate_into=start)
         assert torch.equal(other["y"], plain["y"]) and torch.equal(other["dx"], plain["dx"]), name
-        many = layer.run(case, ways=MANY_ROWS)
-        for key in ("y", "dx", "d_weight", "dw_gate_up", "dw_down"):
-            assert torch.equal(many[key], plain[key]), (name, key)
+        for ways in (MANY_ROWS, BESIDE):
+            many = layer.run(case, ways=ways)
+            for key in ("y", "dx", "d_weight", "dw_gate_up", "dw_down"):
+                assert torch.equal(many[key], plain[key]), (name, ways["gate_up"], key)
         print(name, found)
 
 
