@@ -1,7 +1,7 @@
 """What racecheck says of a library, judged by the code it says it of. A report names a kernel and the offsets of two
-instructions; the disassembly (cuobjdump) shows what they are. `column_reuse`, `weights_brought`, `dots_taken` and `codes_taken`
-are the kinds of pairs that are known to be ordered though the tool reports them (kernels_cuda/NOTES-mx.md, q7): a warp's
-accesses, its warp_sync, and the arrival of one of its lanes. Whatever is not exactly one of them stays an error.
+instructions; the disassembly (cuobjdump) shows what they are. `column_reuse`, `weights_brought`, `dots_taken`, `codes_taken` and
+`codes_exchanged` are the kinds of pairs that are known to be ordered though the tool reports them (kernels_cuda/NOTES-mx.md, q7
+and q14): a warp's accesses, its warp_sync, and the arrival of one of its lanes. Whatever is not exactly one of them stays an error.
 """
 
 import collections
@@ -218,6 +218,34 @@ def codes_taken(first: Access, second: Access, code: Code) -> bool:
         and full not in (None, empty[1])
         and all(".PHASECHK." in line and offset_in(line) == full for line in waits)
     )
+
+
+def codes_exchanged(first: Access, second: Access, code: Code) -> bool:
+    """Whether a pair is the codes of h (mx_joint_results.h), which a store warp writes into the other block of its cluster, by
+    the kernel's only store to a mapped address, and reads from its own, of the other's. After the write come the warp's
+    warp_sync, a fence of the lanes that arrive and their arrival in both blocks on a barrier; the code waits for that one, and
+    reads. Two buffers take turns, so a write over what was read stands behind the same arrival and wait of the tile between.
+    """
+    pair = Pair.of(first, second, code, "mx_grouped_gemm<moe::MxTokensN<(moe::Kind)0,", "LDS R", "")
+    mapped = [at for at, line in pair.lines.items() if re.search(r"\bST\.E \[", line)] if pair else []
+    if pair is None or mapped != [pair.write]:
+        return False
+    barriers = pair.barriers(pair.write, pair.read)
+    arrival = re.fullmatch(r"@!P\d SYNCS\.ARRIVE\.TRANS64\.RED\.A1T0 RZ, \[(R\d+)\+URZ\], RZ", (barriers or [""])[0])
+    if len(barriers) != 2 or arrival is None or ".PHASECHK." not in barriers[1] or offset_in(barriers[1]) is None:
+        return False
+    behind = [line for at, line in pair.lines.items() if pair.write < at < pair.read]
+    ahead = behind[: behind.index(barriers[0])]
+    synced = next((i for i, line in enumerate(ahead) if line == "NOP" or line.startswith("WARPSYNC")), len(ahead))
+    fenced = any("MEMBAR.ALL.GPU" in line for line in ahead[synced:])
+    # The arrival's address: of the barrier that is waited for, moved to one of the blocks.
+    arrived = next(at for at, line in pair.lines.items() if at > pair.write and line == barriers[0])
+    address = [line for at, line in pair.lines.items() if at < arrived and re.search(rf"\b{arrival[1]}\b", line)][-2:]
+    moved = re.fullmatch(
+        rf"(?:VIADD|IADD3) {arrival[1]}, R\d+, (0x[0-9a-f]+)(?:, RZ)?\nPRMT {arrival[1]}, R\d+, 0x654, {arrival[1]}",
+        "\n".join(address),
+    )
+    return fenced and moved is not None and moved[1] == offset_in(barriers[1])
 
 
 def judge(log: str, library: pathlib.Path, misread=(column_reuse,)) -> tuple[dict[str, int], list[str]]:

@@ -2,7 +2,15 @@
 
 import pytest
 
-from tests.cuda.race_reports import Code, codes_taken, column_reuse, dots_taken, pairs_of, weights_brought
+from tests.cuda.race_reports import (
+    Code,
+    codes_exchanged,
+    codes_taken,
+    column_reuse,
+    dots_taken,
+    pairs_of,
+    weights_brought,
+)
 
 KERNEL = (
     "void moe::<unnamed>::mx_grouped_gemm<moe::MxRoles<(moe::Kind)2, (bool)1, moe::Sm90Mx>>"
@@ -273,6 +281,72 @@ def test_codes_of_a_stage_that_is_given_back_are_known(kind):
 def test_other_reads_of_codes_are_not(report, lines):
     ((first, second),) = pairs_of(report)
     assert not codes_taken(first, second, lines)
+
+
+def exchange_code(
+    barrier="IADD3 R41, R39, 0x32b80, RZ",
+    moved="PRMT R41, R4, 0x654, R41",
+    more="SHFL.BFLY PT, R9, R8, 0x2, 0x1f",
+    write="@!P2 ST.E [R16], R9",
+    sync="NOP",
+    fence="@!P2 MEMBAR.ALL.GPU",
+    arrive="@!P2 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R41+URZ], RZ",
+    wait=f"{WAIT} [R39+URZ+0x32b80], R8",
+    read="LDS R16, [R16]",
+):
+    lines = [
+        barrier,
+        moved,
+        more,
+        write,
+        sync,
+        fence,
+        arrive,
+        wait,
+        read,
+        f"{WAIT} [R39+URZ+0x32b90], R8",
+        "LDS R16, [R16]",
+    ]
+    name = NAME.replace("7MxRoles", "9MxTokensN").replace("KindE2", "KindE0")
+    return disassembly(name, [(16 * i + 16, line) for i, line in enumerate(lines)])
+
+
+def exchange_log(read=0x90, write=0x40, kind=0):
+    return log(read, write, KERNEL.replace("MxRoles", "MxTokensN").replace("Kind)2", f"Kind){kind}"))
+
+
+def test_codes_behind_the_arrival_of_the_other_block_are_known():
+    ((first, second),) = pairs_of(exchange_log())
+    assert codes_exchanged(first, second, exchange_code()) and codes_exchanged(second, first, exchange_code())
+    assert codes_exchanged(first, second, exchange_code(barrier="VIADD R41, R39, 0x32b80", sync="WARPSYNC R2"))
+    assert not codes_taken(first, second, exchange_code())
+
+
+@pytest.mark.parametrize(
+    "report, lines",
+    [
+        (exchange_log(kind=1), exchange_code()),  # another kernel
+        (exchange_log(read=0xB0), exchange_code()),  # behind another barrier
+        (exchange_log(write=0x30), exchange_code()),  # not that write
+        (exchange_log(), exchange_code(more="@P1 ST.E [R20], R9")),  # there is another one to a mapped address
+        (exchange_log(), exchange_code(read="LDS.128 R16, [R16]")),
+        # Other lanes of the warp may not have written, or the other block may not see it.
+        (exchange_log(), exchange_code(sync="UMOV UR4, 0xffffffff")),
+        (exchange_log(), exchange_code(fence="@!P2 MEMBAR.ALL.CTA")),
+        (exchange_log(), exchange_code(sync="@!P2 MEMBAR.ALL.GPU", fence="NOP")),
+        # Nobody arrives, in this block alone, or on something else; nothing is waited for, or something else.
+        (exchange_log(), exchange_code(arrive="NOP")),
+        (exchange_log(), exchange_code(arrive="@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R41+URZ], RZ")),
+        (exchange_log(), exchange_code(arrive="@!P2 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R40+URZ], RZ")),
+        (exchange_log(), exchange_code(barrier="IADD3 R41, R39, 0x32b88, RZ")),
+        (exchange_log(), exchange_code(moved="PRMT R40, R4, 0x654, R41")),
+        (exchange_log(), exchange_code(wait=f"{WAIT} [R39+URZ+0x32b88], R8")),
+        (exchange_log(), exchange_code(wait="NOP")),
+    ],
+)
+def test_other_reads_of_exchanged_codes_are_not(report, lines):
+    ((first, second),) = pairs_of(report)
+    assert not codes_exchanged(first, second, lines)
 
 
 def test_log_that_says_more_than_was_understood_is_an_error():
