@@ -150,8 +150,9 @@ struct MxResidentConsumer {
   MOE_FN MxResidentConsumer(uint32_t shared_base, uint32_t consumer_)
       : base(Isa::not_before(shared_base)), consumer(consumer_), warp(Isa::warp_index() % 4), lane(Isa::not_before(Isa::lane_index())) {}
 
-  // A stage of A goes back to both blocks, of B to this one.
+  // A stage of A goes back to both blocks, of B, if this tile is its last one, to this one.
   MOE_FN void release(const Place& place, bool last) const {
+    Isa::warp_sync();  // all lanes have read their scales, or seen the stage full
     Rows::release(place.empty);
     if (last && lane == 0) Isa::barrier_arrive(place.columns_empty);
   }
@@ -182,24 +183,38 @@ struct MxResidentConsumer {
     return scales;
   }
 
-  // Adds a K block whose products are done. last: operand B goes back.
-  MOE_FN void add(const float (&part)[kSums], const Scales& scales, const Place& place, bool last) {
-    Isa::warp_sync();  // all lanes have read their scales
-    release(place, last);
+  // Of a K block whose products are done: f(k, x, y, row_scale) for values k and k + 1, neighbours in a row, under their columns' scales.
+  template <class F>
+  MOE_FN void each_pair(const float (&part)[kSums], const Scales& scales, F f) const {
     const float row_scale[2] = {mx::finite_scale_value(scales.rows[0]), mx::finite_scale_value(scales.rows[1])};
     MOE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const uint32_t pairs[4] = {scales.columns[i].x, scales.columns[i].y, scales.columns[i].z, scales.columns[i].w};
       MOE_UNROLL
-      for (int column = 0; column < 8; ++column) {  // blocks of eight output columns, two of each are this lane's
-        const float scale = column % 2 ? Isa::bf16_hi(pairs[column / 2]) : Isa::bf16_lo(pairs[column / 2]);
+      for (int j = 0; j < 4; ++j) {  // blocks of eight output columns, two of each are this lane's
+        const float lo = Isa::bf16_lo(pairs[j]), hi = Isa::bf16_hi(pairs[j]);
         MOE_UNROLL
         for (int row = 0; row < 2; ++row) {
-          const int k = 16 * i + 4 * (column / 2) + 2 * row + column % 2;
-          sum[k] = Isa::fma(Isa::mul(part[k], scale), row_scale[row], sum[k]);
+          const int k = 16 * i + 4 * j + 2 * row;
+          f(k, Isa::mul(part[k], lo), Isa::mul(part[k + 1], hi), row_scale[row]);
         }
       }
     }
+  }
+  MOE_FN void add(const float (&part)[kSums], const Scales& scales) {
+    each_pair(part, scales, [&](int k, float x, float y, float row_scale) {
+      sum[k] = Isa::fma(x, row_scale, sum[k]);
+      sum[k + 1] = Isa::fma(y, row_scale, sum[k + 1]);
+    });
+  }
+  // The same of a tile's last K block, whose sums are the tile's: they go to the store warp from where the products were, pair by pair, while the next ones
+  // are added, so that handing over costs the stores alone.
+  MOE_FN void add_last(const float (&part)[kSums], const Scales& scales) {
+    begin_write();
+    each_pair(part, scales, [&](int k, float x, float y, float row_scale) {
+      write_pair(k, Isa::fma(x, row_scale, sum[k]), Isa::fma(y, row_scale, sum[k + 1]));
+    });
+    end_write();
   }
 
   // All K blocks of a strip, tile after tile: one is multiplied while the one before it is added, and the first one of a tile while the tile before
@@ -221,13 +236,15 @@ struct MxResidentConsumer {
       return place;
     };
     auto add_next = [&](const float (&part)[kSums], const Scales& scales, const Place& place) {
-      add(part, scales, place, held <= 0);
+      release(place, held <= 0);
       --held;
-      if (++kb_added < strip.k_blocks) return;
+      if (++kb_added < strip.k_blocks) return add(part, scales);
       kb_added = 0;
-      write();
+      add_last(part, scales);
     };
-    auto see_next = [&] { Isa::barrier_wait(ring.full(), ring.phase); };  // while products run, so that the next ones follow the additions at once
+    // The next stage, whose products are to follow the additions at once: it is asked for while products run, and waited for after the additions alone.
+    auto see_next = [&] { Isa::barrier_wait(ring.full(), ring.phase); };
+    auto has_next = [&] { return Isa::barrier_passed(ring.full(), ring.phase); };
     see_next();
     Place one = start_next(even);
     if (left > 0) see_next();
@@ -235,14 +252,16 @@ struct MxResidentConsumer {
     for (; left > 1; left -= 2) {
       const Scales a = load_scales(one);  // before the next products, so that they come for nothing
       const Place two = start_next(odd);
-      see_next();
+      bool seen = has_next();
       Isa::template mma_wait<1>();
       add_next(even, a, one);
+      if (!seen) see_next();
       const Scales b = load_scales(two);
       one = start_next(even);
-      if (left > 2) see_next();
+      seen = left <= 2 || has_next();
       Isa::template mma_wait<1>();
       add_next(odd, b, two);
+      if (!seen) see_next();
     }
     const Scales a = load_scales(one);
     if (left == 1) {
@@ -264,7 +283,6 @@ struct MxResidentConsumer {
     for (int kb = 0; kb < strip.k_blocks; ++kb) {
       if (first) Isa::barrier_wait(at.full(), at.phase);
       Isa::barrier_wait(ring.full(), ring.phase);
-      Isa::warp_sync();
       release({0, 0, ring.empty(), at.empty()}, last);
       ring.advance();
       at.advance();
@@ -277,19 +295,25 @@ struct MxResidentConsumer {
   }
 
   // Hands the warp's 16 rows to the store warp, and begins anew.
-  MOE_FN void write() {
+  MOE_FN void begin_write() {
     Isa::barrier_wait(Config::left_barrier(base, consumer, warp), (tiles & 1) ^ 1);
     ++tiles;
-    MOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = Config::staged_row(base, consumer, 16 * warp + 8 * half + lane / 4) + lane % 4 * 8;
-      MOE_UNROLL
-      for (int j = 0; j < kSums / 4; ++j) Isa::store_float2(at + 32 * j, sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]);
-    }
+  }
+  MOE_FN void write_pair(int k, float x, float y) const {
+    const uint32_t at = Config::staged_row(base, consumer, 16 * warp + 8 * (k / 2 % 2) + lane / 4) + lane % 4 * 8;
+    Isa::store_float2(at + 32 * (k / 4), x, y);
+  }
+  MOE_FN void end_write() {
     Isa::fence_async_shared();
     Isa::warp_sync();
     if (lane < 4) Isa::barrier_arrive(written_barrier<Config>(base, consumer, static_cast<int>(warp)));
     clear();
+  }
+  MOE_FN void write() {
+    begin_write();
+    MOE_UNROLL
+    for (int k = 0; k < kSums; k += 2) write_pair(k, sum[k], sum[k + 1]);
+    end_write();
   }
 
   MOE_FN void run(const MxStrip<kKind, Config>& strip, Rows& ring, Columns& columns) {

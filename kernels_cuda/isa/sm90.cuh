@@ -62,6 +62,15 @@ struct Sm90 {
         "r"(parity)
         : "memory");
   }
+  // Whether such a wait would end at once, and then that wait.
+  static MOE_FN bool barrier_passed(uint32_t bar, uint32_t parity) {
+    uint32_t passed;
+    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                 : "=r"(passed)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return passed != 0;
+  }
   static MOE_FN void warp_sync() { __syncwarp(); }
   // The same value, but what depends on it is not computed before this point, and so not kept in registers up to here.
   static MOE_FN uint32_t not_before(uint32_t value) {

@@ -23,15 +23,22 @@ inline std::vector<const char*> last_operation;
 
 template <class Base>
 struct Faulty : Base {
+  static bool nobody_waits(uint32_t bar) { return fault.what == "wait" && std::count(fault.barriers.begin(), fault.barriers.end(), bar) > 0; }
   static void barrier_wait(uint32_t bar, uint32_t parity) {
-    if (fault.what == "wait" && std::count(fault.barriers.begin(), fault.barriers.end(), bar) > 0) return;
+    if (nobody_waits(bar)) return;
     Base::barrier_wait(bar, parity);
     did("wait");
   }
   static void barrier_acquire_cluster(uint32_t bar, uint32_t parity) {
-    if (fault.what == "wait" && std::count(fault.barriers.begin(), fault.barriers.end(), bar) > 0) return;
+    if (nobody_waits(bar)) return;
     Base::barrier_acquire_cluster(bar, parity);
     did("wait");
+  }
+  static bool barrier_passed(uint32_t bar, uint32_t parity) {
+    if (nobody_waits(bar)) return true;
+    if (!Base::barrier_passed(bar, parity)) return false;
+    did("wait");
+    return true;
   }
   template <int kPending>
   static void store_wait_read() {

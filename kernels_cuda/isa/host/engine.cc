@@ -203,6 +203,13 @@ void barrier_wait(uint32_t address, uint32_t parity) {
   engine->races.acquire(self(), bar.clock);
 }
 
+bool barrier_passed(uint32_t address, uint32_t parity) {
+  Barrier& bar = barrier_at(block(), address);
+  if ((bar.phase & 1) == parity) return false;
+  engine->races.acquire(self(), bar.clock);
+  return true;
+}
+
 void cluster_sync() {
   engine->at_cluster.push_back(engine->fibers.self());
   if (engine->at_cluster.size() == engine->workers.size()) {

@@ -50,6 +50,7 @@ void barrier_init(uint32_t address, uint32_t arrivals);
 void barrier_arrive(int block, uint32_t address, uint32_t count, int64_t expect_bytes);
 void barrier_complete(int block, uint32_t address, int64_t bytes);
 void barrier_wait(uint32_t address, uint32_t parity);
+bool barrier_passed(uint32_t address, uint32_t parity);  // if so, it has been waited for
 void cluster_sync();
 void warp_synced();  // all lanes of this warp have met to order their accesses
 void fence_async();  // of this thread: what it knows to be written is there for the copy engine and the tensor core

@@ -34,6 +34,7 @@ struct Host {
     host::barrier_arrive(static_cast<int>(rank), bar, count, 0);
   }
   static void barrier_wait(uint32_t bar, uint32_t parity) { host::barrier_wait(bar, parity); }
+  static bool barrier_passed(uint32_t bar, uint32_t parity) { return host::barrier_passed(bar, parity); }
   template <class T>
   static T not_before(T value) {
     return value;
