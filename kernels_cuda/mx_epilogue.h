@@ -155,33 +155,37 @@ struct ColumnStrip {
     }
   }
   MOE_FN void find_maxima(uint32_t* maxima) const {  // of this lane's eight rows of each block
-    uint32_t largest[4];
     MOE_UNROLL
-    for (int block = 0; block < 4; ++block) largest[block] = mx::largest_pair(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3]);
-    maxima[0] = mx::larger_halves(largest[0], largest[1]);
-    maxima[1] = mx::larger_halves(largest[2], largest[3]);
+    for (int i = 0; i < 2; ++i) maxima[i] = mx::larger_signed_halves(mx::largest_signed(pairs[2 * i]), mx::largest_signed(pairs[2 * i + 1]));
   }
-  MOE_FN void quantize(uint32_t lane, const mx::TwoScales* scales) {
-    const uint32_t raised = mx::raised_common(scales[0], scales[1]);
-    common = raised - 8;
-    const uint32_t order = lane % 2 ? 0x1032u : 0x3210u;  // register m belongs at place m ^ lane % 4
+  // Register m belongs at place m ^ lane % 4. Which bytes of the four registers' elements make the first word; the second one has those of the others.
+  static MOE_FN uint32_t order(uint32_t lane) { return (lane % 2 ? 0x1032u : 0x3210u) ^ (lane & 2 ? 0x4444u : 0u); }
+  MOE_FN void quantize(uint32_t order, uint32_t zeros, const mx::TwoScales* scales) {
+    common = mx::raised_commons(scales[0], scales[1]);
     MOE_UNROLL
-    for (int block = 0; block < 4; ++block) {
-      uint32_t q[2];
-      mx::quantize_eight<true>(pairs[block][0], pairs[block][1], pairs[block][2], pairs[block][3], scales[block / 2].scale[block % 2],
-                               mx::half_of(scales[block / 2].raised, block % 2), raised, q);
-      const uint32_t a = mx::permute_bytes(q[0], q[0], order), b = mx::permute_bytes(q[1], q[1], order);
-      bytes[block][0] = lane & 2 ? b : a;
-      bytes[block][1] = lane & 2 ? a : b;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t factors = mx::rebase_factors(scales[i].raised, common);
+      uint32_t q[2][2];
+      quantize_block<0>(pairs[2 * i], scales[i], zeros, factors, q[0]);
+      quantize_block<1>(pairs[2 * i + 1], scales[i], zeros, factors, q[1]);
+      MOE_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        bytes[2 * i + k][0] = mx::permute_bytes(q[k][0], q[k][1], order);
+        bytes[2 * i + k][1] = mx::permute_bytes(q[k][0], q[k][1], order ^ 0x4444u);
+      }
     }
   }
-  MOE_FN void write(uint32_t panel, uint32_t lane, uint32_t chunk) const {  // line: a column
-    const uint32_t line = 8 * chunk + lane / 4, quarter = lane % 4;
+  // Where a block of a column goes, in a panel. Those of the column 8 further lie 1024 bytes further.
+  static MOE_FN uint32_t place(uint32_t column, uint32_t lane, uint32_t block) { return (panel_offset(column, lane % 4 / 2) ^ 32 * block) + 8 * (lane % 2); }
+  MOE_FN void write(const uint32_t (&places)[4], uint32_t offset) const {
     MOE_UNROLL
-    for (int block = 0; block < 4; ++block) {
-      Isa::store_float2(panel + panel_offset(line, 2 * block + quarter / 2) + 8 * (quarter % 2), mx::float_of(bytes[block][0]),
-                        mx::float_of(bytes[block][1]));
-    }
+    for (int block = 0; block < 4; ++block) Isa::store_float2(places[block] + offset, mx::float_of(bytes[block][0]), mx::float_of(bytes[block][1]));
+  }
+
+ private:
+  template <int kHalf>
+  static MOE_FN void quantize_block(const uint32_t (&v)[4], const mx::TwoScales& scales, uint32_t zeros, uint32_t factors, uint32_t (&q)[2]) {
+    mx::quantize_rebased<kHalf>(v[0], v[1], v[2], v[3], scales.scale[kHalf], zeros, factors, q);
   }
 };
 
@@ -224,43 +228,59 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
   }
 
  private:
-  // A row of the warp's 16 per half warp, 16 bytes of each of its lanes.
+  // A row of the warp's 16 per half warp, 16 bytes of each of its lanes. Rows 2 i and 2 (i + 4) of a lane lie 1024 bytes apart, whatever the swizzle.
   template <class Arguments>
   MOE_FN void quantize_rows(const Arguments& args, int column) const {
     const auto& epilogue = this->epilogue;
     const uint32_t lane = epilogue.lane, first = 16 * epilogue.warp + lane / 16;
     const uint32_t stage = lane % 16 < 8 ? first_stage : this->ring.data();
+    uint32_t from[4], to[4];
+    MOE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      from[i] = slot_panel<Config>(stage, epilogue.consumer, 0) + panel_offset(first + 2 * i, lane % 8);
+      to[i] = staging_panel<Config>(epilogue.base, epilogue.consumer, 0) + panel_offset(first + 2 * i, lane % 16 / 2) + 8 * (lane % 2);
+    }
+    // The first eight lanes of a half warp write the codes of its eight rows.
     const int at = this->tile.n0 + column;
-    uint8_t* codes = args.row_codes + at / 128 * args.num_rows + this->tile.row0 + 64 * epilogue.consumer + first;
-    const bool write = lane % 16 == 0 && this->rows > 0 && at < args.n_extent;
+    uint8_t* codes = args.row_codes + at / 128 * args.num_rows + this->tile.row0 + 64 * epilogue.consumer + first + 2 * (lane % 8);
+    uint8_t* const codes_up = Isa::not_before(codes + div_up(args.n_extent, 128) * args.num_rows);
+    const bool write = lane % 16 < 8 && this->rows > 0 && at < args.n_extent;
     Isa::barrier_wait(Barriers::staging(epilogue.base, epilogue.consumer), column == 0);
     MOE_NO_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const uint32_t from = slot_panel<Config>(stage, epilogue.consumer, r), to = staging_panel<Config>(epilogue.base, epilogue.consumer, r);
       typename Isa::Vector v[8];  // all at once: what follows has long chains
       MOE_UNROLL
-      for (int i = 0; i < 8; ++i) v[i] = Isa::load_vector(from + panel_offset(first + 2 * i, lane % 8));
+      for (int i = 0; i < 8; ++i) v[i] = Isa::load_vector(from[i % 4] + (i / 4 * 8 * kPanelRowBytes + r * kPanelBytes));
       uint32_t maxima[4];
       MOE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        maxima[i] = mx::larger_halves(mx::largest_pair(v[2 * i].x, v[2 * i].y, v[2 * i].z, v[2 * i].w),
-                                      mx::largest_pair(v[2 * i + 1].x, v[2 * i + 1].y, v[2 * i + 1].z, v[2 * i + 1].w));
-      }
+      for (int i = 0; i < 4; ++i) maxima[i] = mx::larger_signed_halves(largest(v[2 * i]), largest(v[2 * i + 1]));
       max_over_lanes<Isa, 1, 2>(maxima);
       mx::TwoScales scales[4];
       mx::two_scales(maxima, scales);
+      const uint32_t zeros = mx::signed_zeros(scales[0].scale[0]);
       uint32_t common[4] = {scales[0].raised, scales[1].raised, scales[2].raised, scales[3].raised};
       max_over_lanes<Isa, 4, 8>(common);
       MOE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t group = mx::half_of(common[i / 2], i % 2);
-        uint32_t bytes[2];
-        mx::quantize_eight<true>(v[i].x, v[i].y, v[i].z, v[i].w, scales[i / 2].scale[i % 2], mx::half_of(scales[i / 2].raised, i % 2), group, bytes);
-        Isa::store_float2(to + panel_offset(first + 2 * i, lane % 16 / 2) + 8 * (lane % 2), mx::float_of(bytes[0]), mx::float_of(bytes[1]));
-        if (write) codes[2 * i] = static_cast<uint8_t>(group - 8);
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t factors = mx::rebase_factors(scales[i].raised, common[i]);
+        const uint32_t offset = i / 2 * 8 * kPanelRowBytes + r * kPanelBytes;
+        quantize_row<0>(v[2 * i], scales[i], zeros, factors, to[2 * i % 4] + offset);
+        quantize_row<1>(v[2 * i + 1], scales[i], zeros, factors, to[(2 * i + 1) % 4] + offset);
       }
-      codes += div_up(args.n_extent, 128) * args.num_rows;
+      const uint32_t four = lane & 4 ? (lane & 2 ? common[3] : common[2]) : (lane & 2 ? common[1] : common[0]);
+      if (write) *codes = static_cast<uint8_t>((four >> 16 * (lane % 2)) - 8);
+      codes = codes_up;
     }
+  }
+  static MOE_FN uint32_t largest(const typename Isa::Vector& v) {
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+    return mx::largest_signed(pairs);
+  }
+  template <int kHalf>
+  static MOE_FN void quantize_row(const typename Isa::Vector& v, const mx::TwoScales& scales, uint32_t zeros, uint32_t factors, uint32_t to) {
+    uint32_t bytes[2];
+    mx::quantize_rebased<kHalf>(v.x, v.y, v.z, v.w, scales.scale[kHalf], zeros, factors, bytes);
+    Isa::store_float2(to, mx::float_of(bytes[0]), mx::float_of(bytes[1]));
   }
 
   // One matrix after the other: once all warps have read it, its place in the second stage takes the result. The next one is read before that, while
@@ -270,11 +290,20 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
     const auto& epilogue = this->epilogue;
     const uint32_t lane = epilogue.lane, stage = epilogue.consumer ? this->ring.data() : first_stage;
     const int64_t pitch = div_up(args.n_extent, 128) * 128;
-    const int first_line = static_cast<int>(64 * epilogue.consumer + 16 * epilogue.warp + lane / 4);
+    // Of the four lanes of a column, the first writes its code and the second that of the column 8 further.
+    const uint32_t line = 16 * epilogue.warp + lane / 4;
+    const int coded = static_cast<int>(64 * epilogue.consumer + line + 8 * (lane % 2));
     const int64_t at = this->tile.row0 / 128 * pitch + this->tile.n0 + column;
-    const bool write = lane % 4 == 0 && this->tile.n0 + column < args.n_extent;
-    uint8_t* codes = args.column_codes + at + first_line;                                   // a byte per column: an operand A
-    uint16_t* scales_of_h = args.scaled_h_scales + at + mx::fragment_position(first_line);  // in BF16, in fragment order: an operand B
+    const bool write = lane % 4 < 2 && this->tile.n0 + column < args.n_extent;
+    uint8_t* codes = args.column_codes + at + coded;                                   // a byte per column: an operand A
+    uint8_t* const codes_up = Isa::not_before(codes + args.num_rows / 128 * pitch);
+    uint16_t* const scales_of_h = Isa::not_before(args.scaled_h_scales + at + mx::fragment_position(coded));  // in BF16, in fragment order: an operand B
+    uint32_t places[4];
+    MOE_UNROLL
+    for (uint32_t block = 0; block < 4; ++block) {
+      places[block] = slot_panel<Config>(this->ring.data(), epilogue.consumer, 0) + ColumnStrip<Isa>::place(line, lane, block);
+    }
+    const uint32_t order = ColumnStrip<Isa>::order(lane);
     ColumnStrip<Isa> strips[2];
     auto read = [&](int r) {
       const uint32_t panels[2] = {slot_panel<Config>(stage, 0, r), slot_panel<Config>(stage, 1, r)};
@@ -296,19 +325,17 @@ struct MxDgradDownTile : RegisterTile<kDgradDown, Isa, Config, kAhead> {
       max_over_lanes<Isa, 1, 2>(all);
       mx::TwoScales scales[4];
       mx::two_scales(all, scales);
+      const uint32_t zeros = mx::signed_zeros(scales[0].scale[0]);
       MOE_UNROLL
-      for (int s = 0; s < 2; ++s) strips[s].quantize(lane, scales + 2 * s);
+      for (int s = 0; s < 2; ++s) strips[s].quantize(order, zeros, scales + 2 * s);
       if (r < 2) read(r + 1);
-      MOE_UNROLL
-      for (int s = 0; s < 2; ++s) {
-        const uint32_t common = strips[s].common;
-        if (write & (r < 2)) codes[8 * s] = static_cast<uint8_t>(common);
-        if (write & (r == 2)) scales_of_h[2 * s] = static_cast<uint16_t>(mx::bits_of(mx::finite_scale_value(common)) >> 16);
-      }
-      codes += args.num_rows / 128 * pitch;
+      const uint32_t common = (lane % 2 ? strips[1].common : strips[0].common) - 0x00080008u;
+      if (write & (r < 2)) *codes = static_cast<uint8_t>(common);
+      if (write & (r == 2)) *scales_of_h = static_cast<uint16_t>(mx::bf16_scales(common));
+      codes = codes_up;
       Isa::barrier_wait(Barriers::taken(epilogue.base), (column / 128 + r) & 1);
       MOE_UNROLL
-      for (uint32_t s = 0; s < 2; ++s) strips[s].write(slot_panel<Config>(this->ring.data(), epilogue.consumer, r), lane, 2 * epilogue.warp + s);
+      for (uint32_t s = 0; s < 2; ++s) strips[s].write(places, 8 * kPanelRowBytes * s + r * kPanelBytes);
       if (r < 2) report();
     }
     Ring<Isa, Config>::release(first_empty);

@@ -130,6 +130,25 @@ MOE_HOST_FN uint32_t pack_e4m3(float lo, float hi) {
 #endif
 }
 
+// Two values in FP16, nearest even: lo in bits 0..15. On the host, of positive ones below 2.
+MOE_HOST_FN uint32_t pack_f16(float lo, float hi) {
+#ifdef __CUDA_ARCH__
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+  return packed;
+#else
+  uint32_t packed = 0;
+  for (int i = 0; i < 2; ++i) {
+    const float x = i == 0 ? hi : lo;
+    const uint32_t bits = bits_of(x);
+    const uint32_t normal = ((bits + 0xFFFu + (bits >> 13 & 1u)) >> 13) - ((127u - 15) << 10);
+    const uint32_t subnormal = bits_of(x + 0.5f) - 0x3F000000u;  // multiples of 2^-24: adding 2^-1 rounds to them
+    packed = packed << 16 | (bits >= (127u - 14) << 23 ? normal : subnormal);
+  }
+  return packed;
+#endif
+}
+
 // Two halves of a word, both ways. Said so, the conversions around them read and fill halves of registers.
 MOE_HOST_FN void split_halves(uint32_t word, uint32_t& lo, uint32_t& hi) {
 #ifdef __CUDA_ARCH__
@@ -157,13 +176,20 @@ MOE_HOST_FN uint32_t magnitude_lo(uint32_t pair) { return (pair & 0x7FFFu) << 16
 MOE_HOST_FN uint32_t magnitude_hi(uint32_t pair) { return pair & 0x7FFF0000u; }
 MOE_HOST_FN uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// The larger of two, by unsigned 16-bit halves. Byte i of permute_bytes is the byte that digit i of the selector names: 0..3 of a, 4..7 of b.
+// The larger and the smaller of two, by unsigned 16-bit halves. Byte i of permute_bytes is the byte that digit i of the selector names: 0..3 of a, 4..7 of b.
 MOE_HOST_FN uint32_t max_pairs(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   return __vmaxu2(a, b);
 #else
   const uint32_t lo = (a & 0xFFFFu) > (b & 0xFFFFu) ? a & 0xFFFFu : b & 0xFFFFu;
   return lo | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
+#endif
+}
+MOE_HOST_FN uint32_t min_pairs(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __vminu2(a, b);
+#else
+  return ~max_pairs(~a, ~b);
 #endif
 }
 MOE_HOST_FN uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
@@ -203,15 +229,29 @@ MOE_FN uint32_t larger_of_lanes(uint32_t pairs, uint32_t mask) {
 }
 // Of two such pairs, the larger half of each.
 MOE_HOST_FN uint32_t larger_halves(uint32_t a, uint32_t b) { return max_pairs(permute_bytes(a, b, 0x5410), permute_bytes(a, b, 0x7632)); }
+// Of two of largest_signed.
+MOE_HOST_FN uint32_t larger_signed_halves(uint32_t a, uint32_t b) {
+  return larger_magnitudes(permute_bytes(a, b, 0x5410), permute_bytes(a, b, 0x7632)) & 0x7FFF7FFFu;
+}
 
-// One of two BF16 values times a power of two, as FP32. Exact, but for results below 2^-126, all of which are 0 in E4M3. `scale` is the upper half of a
-// word whose lower half is 0, so that the product of pairs is the FP32 number at once; adding +0 there and -0 above keeps signs where they belong.
-template <int kHalf>
-MOE_HOST_FN float scale_half(uint32_t pair, uint32_t scale) {
+// What scale_half adds: +0 to the lower half and -0 to the upper one, so that signs stay where they belong. Of any scale: told a constant, the compiler
+// makes it again for each product.
+MOE_HOST_FN uint32_t signed_zeros(uint32_t scale) {
 #ifdef __CUDA_ARCH__
-  uint32_t half[2], zeros, product;
+  uint32_t zeros;
+  asm("lop3.b32 %0, %1, 1, 0x80000000, 0xEA;" : "=r"(zeros) : "r"(scale));
+  return zeros;
+#else
+  return 0x80000000u | (scale & 1);
+#endif
+}
+// One of two BF16 values times a power of two, as FP32. Exact, but for results below 2^-126, all of which are 0 in E4M3. `scale` is the upper half of a
+// word whose lower half is 0, so that the product of pairs is the FP32 number at once.
+template <int kHalf>
+MOE_HOST_FN float scale_half(uint32_t pair, uint32_t scale, uint32_t zeros) {
+#ifdef __CUDA_ARCH__
+  uint32_t half[2], product;
   split_halves(pair, half[0], half[1]);
-  asm("lop3.b32 %0, %1, 1, 0x80000000, 0xEA;" : "=r"(zeros) : "r"(scale));  // 0x80000000; told so, the compiler makes it again for each product
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(join_halves(half[kHalf], half[kHalf])), "r"(scale), "r"(zeros));
   return float_of(product);
 #else
@@ -219,21 +259,25 @@ MOE_HOST_FN float scale_half(uint32_t pair, uint32_t scale) {
 #endif
 }
 // Four elements from two pairs of one block, all under one scale, as scale_half takes it.
-MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, uint32_t scale) {
-  return join_halves(pack_e4m3(scale_half<0>(lo, scale), scale_half<1>(lo, scale)), pack_e4m3(scale_half<0>(hi, scale), scale_half<1>(hi, scale)));
+MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, uint32_t scale, uint32_t zeros) {
+  return join_halves(pack_e4m3(scale_half<0>(lo, scale, zeros), scale_half<1>(lo, scale, zeros)),
+                     pack_e4m3(scale_half<0>(hi, scale, zeros), scale_half<1>(hi, scale, zeros)));
 }
+MOE_HOST_FN uint32_t quantize_quad(uint32_t lo, uint32_t hi, uint32_t scale) { return quantize_quad(lo, hi, scale, signed_zeros(scale)); }
 
 // The same of one half of each of four pairs.
 template <int kHalf>
 MOE_HOST_FN uint32_t quantize_halves(const uint32_t* pairs, uint32_t scale) {
-  return join_halves(pack_e4m3(scale_half<kHalf>(pairs[0], scale), scale_half<kHalf>(pairs[1], scale)),
-                     pack_e4m3(scale_half<kHalf>(pairs[2], scale), scale_half<kHalf>(pairs[3], scale)));
+  const uint32_t zeros = signed_zeros(scale);
+  return join_halves(pack_e4m3(scale_half<kHalf>(pairs[0], scale, zeros), scale_half<kHalf>(pairs[1], scale, zeros)),
+                     pack_e4m3(scale_half<kHalf>(pairs[2], scale, zeros), scale_half<kHalf>(pairs[3], scale, zeros)));
 }
 
 // Codes of two blocks from their largest magnitudes, in halves and raised by 8, so that they stay unsigned: scale_code_by_integers in 16 bits.
 MOE_HOST_FN uint32_t raised_codes(uint32_t maxima) { return max_pairs((maxima + 0x001F001Fu) >> 7 & 0x01FF01FFu, 0x00080008u); }
 // What elements are multiplied by, 2^(127 - code), for scale_half, from one code in the lower half of a word, or two.
 MOE_HOST_FN uint32_t reciprocal_bf16(uint32_t raised) { return (0x0106u - raised) << 23; }
+MOE_HOST_FN uint32_t upper_reciprocal_bf16(uint32_t raised) { return (0x8300FF80u - 0x80u * raised) & 0xFFFF0000u; }  // of the code in the upper half
 MOE_HOST_FN uint32_t poisoned_halves(uint32_t maxima) { return (maxima + 0x00800080u) & 0x80008000u; }
 
 // Scales of two blocks from their largest magnitudes, BF16 bits in the halves of a word. Codes are 8 above what they should be until code() gives
@@ -248,7 +292,7 @@ struct TwoScales {
     raised = raised_codes(maxima);
     poisoned = poisoned_halves(maxima);
     scale[0] = reciprocal_bf16(raised);
-    scale[1] = reciprocal_bf16(raised >> 16);
+    scale[1] = upper_reciprocal_bf16(raised);
   }
   MOE_HOST_FN void poison() {
     MOE_UNROLL
@@ -271,6 +315,11 @@ MOE_HOST_FN void two_scales(const uint32_t (&maxima)[kCount], TwoScales (&scales
   if (poisoned == 0) return;
   MOE_UNROLL
   for (int i = 0; i < kCount; ++i) scales[i].poison();
+}
+// The common code, raised, of the four blocks of a line, in both halves.
+MOE_HOST_FN uint32_t raised_commons(const TwoScales& a, const TwoScales& b) {
+  const uint32_t both = max_pairs(a.raised, b.raised);
+  return max_pairs(both, permute_bytes(both, both, 0x1032));
 }
 // The common code, raised, of the four blocks of a line.
 MOE_HOST_FN uint32_t raised_common(const TwoScales& a, const TwoScales& b) {
@@ -345,6 +394,14 @@ MOE_HOST_FN uint32_t rebase_factor(uint32_t code, uint32_t common) {
 #endif
 }
 
+// Those of two blocks, from codes in the halves of words, in halves. Instead of 0 it may be 2^-24 for a block 25 codes below: as good, all its elements
+// become zeros.
+MOE_HOST_FN uint32_t rebase_factors(uint32_t codes, uint32_t commons) {
+  const uint32_t down = min_pairs(commons - codes, 0x001F001Fu);
+  // The lower half leaves up to 31 << 7 in the upper one's number, which is less than half of FP16's last place.
+  return pack_f16(float_of(0x3F800000u - (down << 23)), float_of(0x3F800F80u - 0x80u * down));
+}
+
 // Two elements re-based: E4M3(q * factor), nearest even. FP16 holds every product exactly that does not round to zero.
 MOE_HOST_FN uint32_t rebase_e4m3(uint32_t pair, uint32_t factor) {
 #ifdef __CUDA_ARCH__
@@ -377,6 +434,16 @@ MOE_HOST_FN void quantize_eight(uint32_t a, uint32_t b, uint32_t c, uint32_t d, 
     bytes[0] = rebase_quad(bytes[0], factor);
     bytes[1] = rebase_quad(bytes[1], factor);
   }
+}
+
+// The same, always re-based, under the factor in half kHalf of rebase_factors.
+template <int kHalf>
+MOE_HOST_FN void quantize_rebased(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t scale, uint32_t zeros, uint32_t factors, uint32_t (&bytes)[2]) {
+  uint32_t half[2];
+  split_halves(factors, half[0], half[1]);
+  const uint32_t factor = join_halves(half[kHalf], half[kHalf]);
+  bytes[0] = rebase_quad(quantize_quad(a, b, scale, zeros), factor);
+  bytes[1] = rebase_quad(quantize_quad(c, d, scale, zeros), factor);
 }
 
 // Re-based elements are rounded twice by definition, to their block's scale and to the group's. Rounded once, to the group's, they have the same

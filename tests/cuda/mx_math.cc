@@ -51,7 +51,8 @@ void quantize_rows(const uint32_t* bits, uint8_t* byte, uint8_t* code, int64_t r
   }
 }
 
-// The same of BF16 values by pairs, as the kernels take them: two blocks share a TwoScales, eight elements are made at once.
+// The same of BF16 values by pairs, as the kernels take them: two blocks share a TwoScales, eight elements are made at once, and, if `aligned` is 2,
+// two blocks have their factors in one word.
 void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int64_t rows, int64_t width, int aligned) {
   using namespace moe::mx;
   for (int64_t r = 0; r < rows; ++r) {
@@ -66,13 +67,18 @@ void quantize_bf16_rows(const uint16_t* bits, uint8_t* byte, uint8_t* code, int6
       TwoScales scales[2];
       two_scales({larger_halves(largest[0], largest[1]), larger_halves(largest[2], largest[3])}, scales);
       const uint32_t common = raised_common(scales[0], scales[1]);
+      uint32_t factors[2];
+      for (int k = 0; k < 2; ++k) factors[k] = rebase_factors(scales[k].raised, raised_commons(scales[0], scales[1]));
       for (int b = 0; b < blocks; ++b) {
         code[(r * width + first) / kBlock + b] = static_cast<uint8_t>(aligned ? common - 8 : scales[b / 2].code(b % 2));
         for (int i = 0; i < 16; i += 4) {
           const uint32_t* p = &pairs[b][i];
           const uint32_t scale = scales[b / 2].scale[b % 2];
           uint32_t q[2];
-          if (aligned) {
+          if (aligned == 2) {
+            const uint32_t zeros = signed_zeros(scale);
+            (b % 2 == 0 ? quantize_rebased<0> : quantize_rebased<1>)(p[0], p[1], p[2], p[3], scale, zeros, factors[b / 2], q);
+          } else if (aligned) {
             quantize_eight<true>(p[0], p[1], p[2], p[3], scale, half_of(scales[b / 2].raised, b % 2), common, q);
           } else {
             quantize_eight<false>(p[0], p[1], p[2], p[3], scale, 0, 0, q);
@@ -104,6 +110,23 @@ void rounded_once(int apart, int64_t* counts) {
       }
     }
   }
+}
+
+// Factors of two blocks at once against those of each, for all differences of codes: how many do not make the same elements of every E4M3 value.
+int64_t factors_that_differ() {
+  using namespace moe::mx;
+  int64_t differ = 0;
+  for (uint32_t lo = 0; lo < 248; ++lo) {
+    for (uint32_t hi = 0; hi < 248; ++hi) {
+      const uint32_t down[2] = {lo, hi}, factors = rebase_factors((255 - hi) << 16 | (255 - lo), 0x00FF00FFu);
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t factor = half_of(factors, k) * 0x10001u, one = rebase_factor(255 - down[k], 255);
+        if (factor == one) continue;
+        for (uint32_t q = 0; q < 0x100; ++q) differ += rebase_e4m3(q, factor) != rebase_e4m3(q, one);
+      }
+    }
+  }
+  return differ;
 }
 
 void product_scales(const uint8_t* a, const uint8_t* b, uint32_t* bits, int64_t n) {

@@ -204,7 +204,8 @@ def codes_taken(first: Access, second: Access, code: Code) -> bool:
     # The arrival's address: of a barrier of this block, moved to the other's.
     address = "\n".join([line for line in ahead if re.search(rf"\b{arrival[1]}\b", line)][-2:])
     empty = re.fullmatch(
-        rf"@!P\d VIADD {arrival[1]}, R\d+, (0x[0-9a-f]+)\n@!P\d PRMT {arrival[1]}, R\d+, 0x654, {arrival[1]}", address
+        rf"@!P\d (?:VIADD|IADD3) {arrival[1]}, R\d+, (0x[0-9a-f]+)(?:, RZ)?\n@!P\d PRMT {arrival[1]}, R\d+, 0x654, {arrival[1]}",
+        address,
     )
     loader = pair.barriers(-1, pair.write)[-2:]
     if not used or not synced or empty is None or len(loader) != 2:

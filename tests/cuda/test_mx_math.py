@@ -111,7 +111,7 @@ def every_maximum():
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "spread", "special", "bits", "every maximum"])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("aligned", [0, 1, 2])  # 2: factors of two blocks at once
 def test_pairs_of_bf16_have_the_bits_of_the_reference(lib, kind, aligned):
     if kind == "every maximum":
         bits = every_maximum()
@@ -127,6 +127,11 @@ def test_pairs_of_bf16_have_the_bits_of_the_reference(lib, kind, aligned):
     expected = align(expected) if aligned else expected
     np.testing.assert_array_equal(code, np.asarray(expected.scales))
     np.testing.assert_array_equal(byte, np.asarray(expected.elements).view(np.uint8))
+
+
+def test_factors_of_two_blocks_make_the_elements_of_each(lib):
+    lib.factors_that_differ.restype = ctypes.c_int64
+    assert lib.factors_that_differ() == 0
 
 
 def test_one_rounding_gives_the_elements_of_two_where_the_kernels_trust_it(lib):

@@ -207,6 +207,7 @@ def codes_code(
     wait=f"{WAIT} [R11+URZ+0x38020], R8",
     counted="SYNCS.ARRIVE.TRANS64 RZ, [R11+URZ+0x38000], R22",
     panel="UTMALDG.4D [UR16], [UR14]",
+    add="VIADD",
     kind=0,
 ):
     lines = [
@@ -215,7 +216,7 @@ def codes_code(
         (0x28, between),
         (0x30, use),
         (0x38, following),
-        (0x40, f"@!P0 VIADD R14, R13, {empty}"),
+        (0x40, f"@!P0 {add} R14, R13, {empty}"),
         (0x48, moved),
         (0x50, sync),
         (0x58, back),
@@ -239,6 +240,7 @@ def test_codes_of_a_stage_that_is_given_back_are_known(kind):
     ((first, second),) = pairs_of(codes_log(kind))
     assert codes_taken(first, second, codes_code(kind=kind)) and codes_taken(second, first, codes_code(kind=kind))
     assert codes_taken(first, second, codes_code(kind=kind, sync="WARPSYNC R2"))
+    assert codes_taken(first, second, codes_code(kind=kind, add="IADD3", empty="0x38020, RZ"))
     assert not any(known(first, second, codes_code(kind=kind)) for known in (column_reuse, weights_brought, dots_taken))
 
 
