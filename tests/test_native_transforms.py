@@ -111,7 +111,9 @@ def test_refs_accumulate_over_micro_batches(problem):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_types_results_as_varying(problem, check_vma):
-    """Tokens over two devices, weights replicated: each device's values, and the summed gradient."""
+    """Tokens over two devices, weights replicated: each device's values, and the summed gradient. An expert has other rows on each,
+    and OpenBLAS's last bits may depend on their number.
+    """
     mesh = two_devices()
     spec = problem.spec
     T = problem.x_TxD.shape[0] // 2 * 2
@@ -129,11 +131,10 @@ def test_shard_map_types_results_as_varying(problem, check_vma):
     loss = lambda layer: lambda x, weight, masters: jnp.sum(layer(x, weight, expert, masters) * dy)  # noqa: E731
     arguments = (x, weight, problem.masters())
     y = jax.jit(lambda x, w, m: layer(x, w, expert, m))(*arguments)
-    assert_same_bits(y, jax.jit(local)(x, weight, expert, arguments[2]))
+    assert relative_norm(y, jax.jit(local)(x, weight, expert, arguments[2])) < 1e-6
     got = jax.jit(jax.grad(loss(layer), argnums=(0, 1, 2)))(*arguments)
     expected = jax.jit(jax.grad(loss(local), argnums=(0, 1, 2)))(*arguments)
-    assert_same_bits(got[:2], expected[:2])
-    for a, b in zip(jax.tree.leaves(got[2]), jax.tree.leaves(expected[2])):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert relative_norm(a, b) < 1e-6
 
 
