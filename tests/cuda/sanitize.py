@@ -53,10 +53,11 @@ def run_shapes(unwritten: bool) -> None:
         layer.c_api._dirty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")
         layer.c_api.Layer.soil = lambda self: None
     layer.CASES.update(SHAPES | {"two_parts": TWO_PARTS})
+    # Not held to the oracle here: so many rows torch adds up in several blocks, by memory that initcheck takes for unwritten.
     case = layer.build("two_parts")
-    found = layer.errors(case, layer.run(case, ways=BESIDE))
-    assert all(error <= layer.BF16_TOLERANCE for error in found.values()), found
-    print("two_parts", found)
+    whole, parts = (layer.run(case, ways=BESIDE | {"gate_up": way}) for way in ("dispatched", "beside"))
+    assert all(torch.equal(whole[key], parts[key]) for key in ("y", "dx", "d_weight", "dw_gate_up", "dw_down"))
+    print("two_parts: equal bits")
     for name in SHAPES:
         case = layer.build(name)
         plain = layer.run(case)
