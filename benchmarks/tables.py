@@ -4,8 +4,9 @@
     python benchmarks/tables.py --check     # exits 1 if that would change the file
 
 A table is asked for by a pair of lines in the page, `<!-- results: h200/moe_peers.jsonl -->` and `<!-- end -->`. A row is a shape
-and a recipe, a column an implementation, a cell its forward and backward rate; in a file of training steps a row is an
-implementation, and the columns are its speed, memory and parts. The last line of a file about the same thing counts.
+and a recipe, a column an implementation, a cell its forward and backward rate, and that of both together where a file has it; in a
+file of training steps a row is an implementation, and the columns are its speed, memory and parts. The last line of a file about
+the same thing counts.
 """
 
 import argparse
@@ -18,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
-PASSES = ("forward", "backward")
+PASSES = ("forward", "backward", "step")
 
 
 class ResultError(ValueError):
@@ -51,11 +52,12 @@ def known_results() -> list[pathlib.Path]:
 
 
 def table(lines: list[dict], source: str) -> str:
-    """A Markdown table of forward / backward rates, or of steps, and a line that says where they come from."""
+    """A Markdown table of rates by pass, or of training steps, and a line that says where they come from."""
     if all(line["pass"] == "step" for line in lines):
         return step_table(lines, source)
+    passes = [name for name in PASSES if name != "step" or any(line["pass"] == name for line in lines)]
     newest = {
-        (line["shape"], line["recipe"], line["impl"], line["pass"]): line for line in lines if line["pass"] in PASSES
+        (line["shape"], line["recipe"], line["impl"], line["pass"]): line for line in lines if line["pass"] in passes
     }
     rows = list(dict.fromkeys(key[:2] for key in newest))
     columns = list(dict.fromkeys(key[2] for key in newest))
@@ -63,7 +65,7 @@ def table(lines: list[dict], source: str) -> str:
     unit, scale = ("TFLOP/s", 1.0) if max(line["tflops"] for line in used) >= 1 else ("GFLOP/s", 1000.0)
 
     def cell(row, column) -> str:
-        found = [newest.get((*row, column, name)) for name in PASSES]
+        found = [newest.get((*row, column, name)) for name in passes]
         return (
             " / ".join("–" if line is None else f"{line['tflops'] * scale:.0f}" for line in found)
             if any(found)
@@ -73,7 +75,10 @@ def table(lines: list[dict], source: str) -> str:
     def several(name) -> str:
         return ", ".join(sorted({str(line[name])[:10] for line in used}))
 
-    out = [f"| {unit}, forward / backward | recipe | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    out = [
+        f"| {unit}, {' / '.join(passes)} | recipe | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
     out += [f"| {row[0]} | {row[1]} | " + " | ".join(cell(row, column) for column in columns) + " |" for row in rows]
     return "\n".join(
         [*out, "", f"From `benchmarks/results/{source}`: {several('date')}, commit {several('commit')}.", ""]

@@ -22,11 +22,18 @@ def line(shape, impl, kind, tflops, **more):
 
 def test_the_last_line_about_a_thing_counts_and_what_is_missing_is_a_dash():
     lines = [line("s", "ours", "forward", 400.4), line("s", "ours", "backward", 300), line("t", "peer", "forward", 2.6)]
-    lines += [line("s", "ours", "forward", 512.5, commit="def"), line("s", "ours", "step", 9e9)]
+    lines += [line("s", "ours", "forward", 512.5, commit="def"), line("s", "ours", "weights", 9e9)]
     text = tables.table(lines, "m/f.jsonl")
     assert "| s | bf16 | 512 / 300 | – |" in text and "| t | bf16 | – | 3 / – |" in text
     assert text.splitlines()[0] == "| TFLOP/s, forward / backward | recipe | ours | peer |"
     assert "From `benchmarks/results/m/f.jsonl`: 2026-01-02, commit abc, def." in text
+
+
+def test_a_step_of_both_passes_is_shown_where_there_is_one():
+    lines = [line("s", "ours", "forward", 400), line("s", "ours", "step", 350), line("s", "peer", "backward", 300)]
+    text = tables.table(lines, "m/f.jsonl")
+    assert text.splitlines()[0] == "| TFLOP/s, forward / backward / step | recipe | ours | peer |"
+    assert "| s | bf16 | 400 / – / 350 | – / 300 / – |" in text
 
 
 def test_slow_machines_are_shown_in_gflops():
