@@ -97,7 +97,7 @@ CASES = {
         },
     ),
 }
-QUICK = ("one device", "fsdp and expert", "all experts")
+QUICK = ("one device", "all experts")
 
 
 @pytest.mark.parametrize(
