@@ -82,10 +82,12 @@ test-cuda: torch cuda cuda-library
 	MOEJAX_CUDA=1 $(PYTHON_RUN) -m pytest -m gpu $(ARGS)
 
 cuda-library: $(VENV)/.deps
+	@PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin"; command -v nvcc >/dev/null || { echo "cuda-library needs nvcc 13.0 or newer: on PATH, or under CUDA_HOME" >&2; exit 1; }
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" && cmake -S kernels_cuda -B build/cuda -G Ninja && cmake --build build/cuda
 
 torch: $(VENV)/.deps
-	@$(PYTHON_RUN) -c "import torch" || { echo "test-cuda needs torch, which moejax does not: $(VENV)/bin/pip install torch" >&2; exit 1; }
+	@$(PYTHON_RUN) -c "import torch" || { echo "test-cuda needs torch, which moejax does not, and which replaces JAX's CUDA packages by older ones: in an" \
+	  "environment for these tests alone, make setup VENV=.venv-gpu-tests, .venv-gpu-tests/bin/pip install torch==2.11.0, make test-cuda VENV=.venv-gpu-tests" >&2; exit 1; }
 
 lint: $(VENV)/.deps
 	$(PYTHON_RUN) -m ruff check .

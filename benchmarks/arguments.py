@@ -1,14 +1,18 @@
-"""Command-line arguments of the benchmarks that name things: a name that is not known is refused with those that are."""
+"""Command-line arguments of the benchmarks: a name that is not known is refused with those that are, a number by its bound, and a
+machine that cannot run them before anything is made."""
 
 import argparse
 from collections.abc import Callable, Collection
 
 
-def names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names of `known`, separated by commas."""
+def names(known: Collection[str], none: bool = False) -> Callable[[str], list[str]]:
+    """An argparse type: names of `known`, separated by commas; at least one unless `none`."""
 
     def parse(text: str) -> list[str]:
-        return [_known(name, known) for name in text.split(",") if name]
+        found = [_known(name, known) for name in text.split(",") if name]
+        if not found and not none:
+            raise argparse.ArgumentTypeError(f"names nothing; expected of {', '.join(known)}")
+        return found
 
     return parse
 
@@ -26,6 +30,27 @@ def pairs(keys: Collection[str], values: Collection[str]) -> Callable[[str], dic
         return found
 
     return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: a number that is no smaller."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def need_gpu(parser: argparse.ArgumentParser, found: bool, load: Callable[[], object]) -> None:
+    """Ends the program with a line that says what is missing: a GPU, or the library that `load` loads."""
+    if not found:
+        parser.error("needs an NVIDIA GPU, and torch finds none here (nvidia-smi says what the driver finds)")
+    try:
+        load()
+    except FileNotFoundError as error:
+        parser.error(str(error))
 
 
 def _known(name: str, known: Collection[str]) -> str:

@@ -214,11 +214,18 @@ def measure(name: str, args: argparse.Namespace, base: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=arguments.names(SHAPES), default=",".join(SHAPES))
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument(
+        "--shapes",
+        type=arguments.names(SHAPES),
+        default=",".join(SHAPES),
+        help=f"of {', '.join(SHAPES)} (default: all)",
+    )
+    parser.add_argument(
+        "--iterations", type=arguments.at_least(1), default=50, help="timed runs of each pass (default: %(default)s)"
+    )
     parser.add_argument(
         "--peers",
-        type=arguments.names(gpu_peers.PEERS),
+        type=arguments.names(gpu_peers.PEERS, none=True),
         default="",
         help=f"also time these, comma-separated: {', '.join(gpu_peers.PEERS)}",
     )
@@ -229,11 +236,13 @@ def main() -> None:
         "--ways",
         type=arguments.pairs(c_api.KINDS, c_api.WAYS),
         default="",
-        help=f"how ours runs its products, as gate_up=gathered,...: {', '.join(c_api.WAYS)}",
+        help=f"how ours runs its products, as gate_up=gathered,...: products {', '.join(c_api.KINDS)}; ways "
+        f"{', '.join(c_api.WAYS)} (docs/native.md says which product has which)",
     )
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
+    arguments.need_gpu(parser, torch.cuda.is_available(), c_api.load)
     base = {
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,

@@ -66,7 +66,12 @@ class Mx:
                 layer.prepare(master, weight)
 
         self.results = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw[0], "dw_down": dw[1]}
-        self.passes = {"forward": forward, "backward": backward, "weights": prepare}
+        self.passes = {
+            "forward": forward,
+            "backward": backward,
+            "step": lambda: (forward(), backward()),
+            "weights": prepare,
+        }
         forward()
         self.weight_bytes = (
             sum(m.numel() for m in masters) * 6 if mode == "aligned" else sum(m.numel() for m in masters) * 8
@@ -90,7 +95,7 @@ class Bf16:
             layer.backward(p.x, p.weight, p.dy, plan, p.w_gate_up, p.w_down, gate_up, dx, d_weight, *dw)
 
         self.results = {"y": y, "dx": dx, "d_weight": d_weight, "dw_gate_up": dw[0], "dw_down": dw[1]}
-        self.passes = {"forward": forward, "backward": backward}
+        self.passes = {"forward": forward, "backward": backward, "step": lambda: (forward(), backward())}
         forward()
 
 
@@ -132,17 +137,27 @@ def checked(name: str, p: Problem, impls: list[str]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=arguments.names(SHAPES), default=",".join(SHAPES))
+    parser.add_argument(
+        "--shapes",
+        type=arguments.names(SHAPES),
+        default=",".join(SHAPES),
+        help=f"of {', '.join(SHAPES)} (default: all)",
+    )
     every = VARIANTS | TOKENS_M
     parser.add_argument(
         "--variants", type=arguments.names(every), default=",".join(VARIANTS), help=f"of {', '.join(every)}"
     )
-    parser.add_argument("--iterations", type=int, default=50, help="in all rounds together")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--iterations", type=arguments.at_least(1), default=50, help="in all rounds together (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=arguments.at_least(1), default=2, help="(default: %(default)s)")
     parser.add_argument("--peers", action="store_true", help="also time torch._grouped_mm, in BF16")
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
+    if args.iterations < args.rounds:
+        parser.error(f"--iterations {args.iterations} is less than --rounds {args.rounds}, so a round would have none")
+    arguments.need_gpu(parser, torch.cuda.is_available(), c_api.load)
     base = {
         **result_lines.stamp(args.commit),
         "gpu": torch.cuda.get_device_name(),

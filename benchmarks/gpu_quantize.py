@@ -14,6 +14,7 @@ import statistics
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "kernels_cuda"))
+import arguments
 import mx_c_api
 import result_lines
 import torch
@@ -62,9 +63,10 @@ def bytes_of(out: Output) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--iterations", type=arguments.at_least(1), default=50, help="(default: %(default)s)")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
+    arguments.need_gpu(parser, torch.cuda.is_available(), mx_c_api.load)
     lib = mx_c_api.load()
     first_copy = copy_tbps(args.iterations)
     lines = []

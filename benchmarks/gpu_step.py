@@ -44,9 +44,12 @@ def main() -> None:
     parser.add_argument(
         "--impl", type=arguments.names(IMPLS), default="native,xla", help="expert backends, separated by commas"
     )
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--iterations", type=arguments.at_least(1), default=50, help="(default: %(default)s)")
     parser.add_argument(
-        "--xla-iterations", type=int, default=5, help="of backend xla, whose steps take many times as long"
+        "--xla-iterations",
+        type=arguments.at_least(1),
+        default=5,
+        help="of backend xla, whose steps take many times as long",
     )
     parser.add_argument("--set", nargs="*", default=[], help="config fields to change, dotted")
     result_lines.add_arguments(parser)
@@ -57,6 +60,7 @@ def main() -> None:
     if args.child:
         print("RESULT " + json.dumps(measure(args.impl[0], args)), flush=True)
         return
+    failed = []
     for impl in args.impl:
         iterations = args.xla_iterations if impl == "xla" else args.iterations
         try:
@@ -65,8 +69,11 @@ def main() -> None:
                 result |= _run_child(args, impl, 2, "profile")
         except RuntimeError as error:
             print(f"{impl}: {error}", flush=True)
+            failed.append(impl)
             continue
         result_lines.append(args.out, result_lines.stamp(args.commit) | result)
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 def _run_child(args, impl: str, iterations: int, child: str) -> dict:

@@ -53,7 +53,7 @@ def known_results() -> list[pathlib.Path]:
 
 def table(lines: list[dict], source: str) -> str:
     """A Markdown table of rates by pass, or of training steps, and a line that says where they come from."""
-    if all(line["pass"] == "step" for line in lines):
+    if all("tokens_per_second" in line for line in lines):
         return step_table(lines, source)
     passes = [name for name in PASSES if name != "step" or any(line["pass"] == name for line in lines)]
     newest = {

@@ -15,7 +15,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "the C library's tests and benchmarks need torch, which moejax does not: pip install torch", name="torch"
+        "the C library's tests and benchmarks need torch, which moejax does not, in an environment of its own: "
+        "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch==2.11.0",
+        name="torch",
     ) from None
 
 LIBRARY = pathlib.Path(
