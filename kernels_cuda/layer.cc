@@ -106,7 +106,7 @@ Tiling tiling(const LayerShape& s, Kind kind, bool accumulate, Layout layout) {
 
 struct List : TaskList {
   Layout layout;
-  int64_t room;  // tasks
+  int64_t room;  // tasks, of each part where there are two
 };
 
 List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumulate = false) {
@@ -119,7 +119,7 @@ List take_list(Workspace& workspace, const LayerShape& s, Kind kind, bool accumu
   if (is_wgrad(kind)) {
     for (Layout layout : {Layout::kResident512, Layout::kResidentRows}) longest = std::max(longest, max_tasks(s, tiling(s, kind, accumulate, layout)));
   }
-  list.tasks = workspace.take<Task>(longest);
+  list.tasks = workspace.take<Task>(can_dispatch_beside(kind) ? 2 * longest : longest);
   list.room = longest;
   list.num_tasks = workspace.take<int32_t>(3);
   return list;
@@ -146,16 +146,17 @@ Status run_gemm(const List& list, const GemmArguments<CUtensorMap>& args, cudaSt
 // Cuts the list so that its first part is as long as the copy of the rows of its second part by `spare` multiprocessors, an eighth of all. For each of
 // them 220 rows are copied while another one computes a tile, whatever D is: 128 x 256 x 2 D operations at 5.2 TFLOP/s, 2 D bytes at 35 GB/s. What it
 // copies in fact is a little less; longer first parts were slower.
-Status cut(const LayerShape& s, List& list, int* spare) {
+Status cut(List& list, int* spare) {
   int blocks = 0;
   const cudaError_t error = count_blocks(&blocks);
   if (error != cudaSuccess) return failed("count_blocks", error);
   *spare = std::max(blocks / 16 * 2, 2);
-  const int64_t clusters = (blocks - *spare) / 2;
-  const int64_t multiplied = clusters * list.tile_m / div_up(list.n_extent, list.step_n), copied = 220 * *spare;  // rows, in a round of tasks
-  const int64_t rounds = (s.tokens * s.top_k + multiplied + copied - 1) / (multiplied + copied);
+  const int clusters = (blocks - *spare) / 2, copied = 220 * *spare * div_up(list.n_extent, list.step_n) / list.tile_m;  // tasks, in a round
+  list.cut.round = clusters;
+  list.cut.provides = clusters + copied;
+  const int64_t rounds = (list.room + list.cut.provides - 1) / list.cut.provides;
   list.cut.front = static_cast<int>(std::min(rounds * clusters, list.room));
-  list.cut.at = static_cast<int>(list.room - list.cut.front);
+  list.cut.at = static_cast<int>(list.room);
   return {};
 }
 
@@ -258,9 +259,9 @@ Status forward(const LayerShape& s, const Activation& act, const uint16_t* x_TxD
   for (const Status& status : {check_shape(s), check_ways(s), check_biases(w)}) MOE_RETURN_IF_ERROR(status);
   Workspace space(workspace);
   ForwardMemory m = forward_memory(space, s);
-  const bool beside = way_of(s, kGateUp) == kWayBeside;
   int spare = 0;
-  if (beside) MOE_RETURN_IF_ERROR(cut(s, m.gate_up, &spare));
+  if (way_of(s, kGateUp) == kWayBeside) MOE_RETURN_IF_ERROR(cut(m.gate_up, &spare));
+  const bool beside = m.gate_up.cut.front > 0;  // not where nothing is left to multiply meanwhile
   TaskList lists[] = {m.gate_up, m.down};
   MOE_RETURN_IF_ERROR(build_tasks(s, plan, lists, 2, stream));
   if (!gathers(s, kGateUp) && !beside) MOE_RETURN_IF_ERROR(dispatch_rows(s, x_TxD, plan, m.x_MxD, stream));

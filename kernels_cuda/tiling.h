@@ -132,13 +132,20 @@ struct ListOrder {
   }
 };
 
-// A list in two parts, each of which has a place that the host knows: the first tasks stand at the end of the list's room, so the others at its
-// beginning. A list that would have no second part has no first one.
+// A list in two parts, each of which has a place that the host knows: the first tasks stand behind the room of the others. A list that would have no
+// second part has no first one.
 struct ListCut {
-  int front = 0;  // tasks in front of the cut; 0: a list of one part
+  int front = 0;  // tasks in front of the cut at most; 0: a list of one part
   int at = 0;     // where they stand
+  // Whole rounds of tasks, and as many of them as a list of `count` needs if each provides for so many: experts elsewhere have rows too, of which only the
+  // device knows how many.
+  int round = 1, provides = 1;
 
-  MOE_HOST_FN int in_front(int count) const { return count > front ? front : 0; }
+  MOE_HOST_FN int in_front(int count) const {
+    if (front == 0) return 0;
+    const int wanted = div_up(count, provides) * round, tasks = wanted < front ? wanted : front;
+    return count > tasks ? tasks : 0;
+  }
   MOE_HOST_FN int place(int task, int count) const { return task < in_front(count) ? at + task : task - in_front(count); }
 };
 

@@ -162,7 +162,7 @@ class QuantizedTile {
         for (int64_t i = 32 * block; i < 32 * block + 32; ++i) amax = std::max(amax, mx::bits_of(value(line, i)) & 0x7FFFFFFFu);
         codes_.push_back(mx::scale_code(amax));
         uint32_t& common = common_codes_[group(line, block)];
-        common = std::max(common, codes_.back());
+        if (codes_.back() != mx::kPoison) common = std::max(common, codes_.back());
       }
     }
   }

@@ -262,7 +262,9 @@ def test_mxfp8_gradients_continue(library, wgrad_bf16):
 
 
 @pytest.mark.parametrize(
-    "recipe, ways", [("bf16", {}), ("bf16", DISPATCHED), ("aligned", TOKENS_N), ("exact", {})], ids=str
+    "recipe, ways",
+    [("bf16", {}), ("bf16", DISPATCHED), ("bf16", {"gate_up": "beside"}), ("aligned", TOKENS_N), ("exact", {})],
+    ids=str,
 )
 @pytest.mark.parametrize("tokens", [0, 20])
 def test_without_rows_everything_is_zero(library, recipe, ways, tokens):

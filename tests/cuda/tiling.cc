@@ -68,7 +68,7 @@ std::string check(const Tiling& t, const std::vector<int>& count_E, int clusters
 
 // The two parts of a list: each task has a place of its own in the room, every row that a task of the first reads lies in front of the row that the
 // copy of the others begins with, and what a launch covers is enough.
-std::string check_cut(const Tiling& t, const std::vector<int>& count_E, int front) {
+std::string check_cut(const Tiling& t, const std::vector<int>& count_E, int front, int round, int provides) {
   std::vector<int> start_E;
   int rows = 0;
   for (int count : count_E) {
@@ -77,8 +77,8 @@ std::string check_cut(const Tiling& t, const std::vector<int>& count_E, int fron
   }
   const auto tasks = list_tasks(t, count_E, start_E);
   const int count = static_cast<int>(tasks.size()), room = static_cast<int>(max_tasks(t, rows, static_cast<int>(count_E.size())));
-  const ListCut cut = {std::min(front, room), room - std::min(front, room)};
-  std::vector<Task> list(static_cast<size_t>(room));
+  const ListCut cut = {std::min(front, room), room, round, provides};
+  std::vector<Task> list(static_cast<size_t>(2 * room));
   std::vector<bool> taken(list.size());
   for (int i = 0; i < count; ++i) {
     const size_t place = static_cast<size_t>(cut.place(i, count));
@@ -94,7 +94,9 @@ std::string check_cut(const Tiling& t, const std::vector<int>& count_E, int fron
   copy.tile_m = t.tile_m;
   const int row = cut_row(copy);
   if (in_front == 0 && (row != rows || rows > most_rows(t, cut.front))) return "a list of one part whose rows are not all in it";
-  if (in_front > 0 && (row > most_rows(t, cut.front) || in_front != front)) return "more rows in front of the cut than most_rows says";
+  const int wanted = std::min((count + provides - 1) / provides * round, cut.front);
+  if (in_front != (count > wanted ? wanted : 0)) return "not as many tasks in front of the cut as rounds provide for";
+  if (in_front > 0 && row > most_rows(t, cut.front)) return "more rows in front of the cut than most_rows says";
   for (int i = 0; i < in_front; ++i) {
     const Task& task = copy.front[i];
     if (std::memcmp(&task, &tasks[static_cast<size_t>(i)], sizeof(Task)) != 0) return "the first part is not the first tasks";
@@ -163,7 +165,8 @@ int main() {
     if (t.kind == kGateUp && t.pairs == Pairs::kRows) {
       Tiling plain = t;
       plain.level = false;
-      const std::string wrong_cut = check_cut(plain, count_E, 1 + static_cast<int>(random() % 900));
+      const int front = 1 + static_cast<int>(random() % 900), round = 1 + static_cast<int>(random() % 66);
+      const std::string wrong_cut = check_cut(plain, count_E, front, round, round + static_cast<int>(random() % 300));
       if (!wrong_cut.empty()) {
         std::printf("%d columns of %d: %s\n", t.n_extent, t.step_n, wrong_cut.c_str());
         return 1;
