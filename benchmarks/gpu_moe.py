@@ -42,8 +42,8 @@ SHAPES = {  # E, K, D, F, T
 }
 
 
-def median_ms(run, iterations: int) -> float:
-    for _ in range(5):
+def median_ms(run, iterations: int, warm_up: int = 5) -> float:
+    for _ in range(warm_up):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(iterations)]
     for begin, end in events:

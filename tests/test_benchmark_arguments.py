@@ -98,6 +98,7 @@ def test_test_cuda_builds_the_library_before_its_tests(tmp_path):
         ),
         ("gpu_moe.py", "--shapes=", "names nothing; expected of qwen3-30b-a3b, "),
         ("gpu_moe.py", "--iterations=0", "'0' is no number of at least 1"),
+        ("gpu_variants.py", "--recipes=bf61", "'bf61' is not known; expected of bf16, aligned, "),
         ("gpu_moe_mx.py", "--rounds=-1", "'-1' is no number of at least 1"),
         ("gpu_moe_mx.py", "--variants=alined", "'alined' is not known; expected of aligned, aligned-wgrad_bf16, "),
     ],
