@@ -81,6 +81,16 @@ MOE_FN void wait_ready(const Task& task, const Arguments& args) {
   Isa::fence_async_all();  // what the acquire made visible is read by the copy engine next
 }
 
+// After a task's last store, by each store warp of a block, after a warp_sync that orders all lanes' stores. Once they are complete the task's counter
+// goes on by one, which the lane that sends them does (`one`).
+template <class Isa, class Arguments>
+MOE_FN void signal_done(const Task& task, const Arguments& args, bool one) {
+  if (task.signal >= 0 && one) {
+    Isa::store_wait_done();
+    Isa::add_release(args.signals + task.signal, 1);
+  }
+}
+
 // Blocks of the contraction: of one half for kDgradGateUp, and of the whole task.
 template <Kind kKind, class Config, class Arguments>
 MOE_FN int half_k_blocks(const Task& task, const Arguments& args) {

@@ -573,10 +573,7 @@ MOE_FN void store_task(const Task& task, const Arguments& args, uint32_t shared_
   }
   if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
   ++tiles;
-  if (task.signal >= 0 && one) {  // the warp_sync above ordered the other lanes' stores before this release
-    Isa::store_wait_done();
-    Isa::add_release(args.signals + task.signal, 1);
-  }
+  signal_done<Isa>(task, args, one);
 }
 
 // --- roles -----------------------------------------------------------------------------------------------------------------------

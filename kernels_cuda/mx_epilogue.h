@@ -105,6 +105,7 @@ MOE_FN void store_gate_up_mx(const Task& task, const Arguments& args, uint32_t s
   }
   if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
   ++tiles;
+  signal_done<Isa>(task, args, one);
 }
 
 // --- d(gate), d(up), weight * h -------------------------------------------------------------------------------------------------------
@@ -405,6 +406,7 @@ MOE_FN void store_dgrad_down_mx(const Task& task, const Arguments& args, uint32_
   }
   if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
   ++tiles;
+  if (one) signal_done<Isa>(task, args, one);  // asked twice, the sums of the K loop stay in registers of two banks (test_mx_ptxas.py)
 }
 
 }  // namespace moe

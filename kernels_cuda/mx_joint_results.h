@@ -111,6 +111,7 @@ struct JointStore {
     Isa::warp_sync();
     if (lane == 0) Isa::barrier_arrive(Config::left(base));
     ++tiles;
+    signal_done<Isa>(task, args, lane == 0);
   }
 
  private:

@@ -417,10 +417,7 @@ struct MxResident : ColumnsAtRest<Isa, Config_> {
     uint32_t tiles = 0;
     each_strip(batch, [&](const auto& strip, const auto& args) {
       store_mx_strip<kKind, Isa, Config>(strip, args, base, consumer, tiles);
-      if (strip.task.signal >= 0 && Isa::lane_index() == 0) {
-        Isa::store_wait_done();
-        Isa::add_release(args.signals + strip.task.signal, 1);
-      }
+      signal_done<Isa>(strip.task, args, Isa::lane_index() == 0);
     });
     if (Isa::lane_index() == 0) Isa::store_wait_done();  // shared memory must outlive the stores that read it
   }

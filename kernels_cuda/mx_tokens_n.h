@@ -157,10 +157,10 @@ struct MxTokensNConsumer : MxTokensNSums<kKind, kPlain, Isa, Config> {
   }
 };
 
-// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
 template <Kind kKind>
 using MxTokensNConfigOf = std::conditional_t<kKind == kGateUp, WithQuantizedH<MxTokensNConfig>, MxTokensNConfig>;
 
+// The roles of a block that runs one kind with tokens on the N side (run_roles in mma_sm90.h).
 template <Kind kKind, bool kPlain, class Isa>
 struct MxTokensN : TokensNRoles<kKind, Isa, MxTokensNConfigOf<kKind>, MxTokensNConsumer<kKind, kPlain, Isa, MxTokensNConfigOf<kKind>>> {
   using Config = MxTokensNConfigOf<kKind>;

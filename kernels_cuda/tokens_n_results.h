@@ -229,10 +229,7 @@ MOE_FN void store_task_tokens_n(const Task& task, const Arguments& args, uint32_
     tiles ^= 1u << stage;  // a stage's barrier turns only in tiles that have it
   }
   if (one) Isa::barrier_arrive(credit_barrier<Config>(shared_base, consumer));
-  if (task.signal >= 0 && one) {
-    Isa::store_wait_done();
-    Isa::add_release(args.signals + task.signal, 1);
-  }
+  signal_done<Isa>(task, args, one);
 }
 
 }  // namespace moe

@@ -196,7 +196,7 @@ bool strips = false;      // weight gradients in strips too; faults are theirs t
 int failures = 0;
 
 template <class Roles>
-void run_list(const Tiling& tiling, Arguments args, uint32_t seed, uint32_t clusters = 1, bool signalled = false) {
+void run_list(const Tiling& tiling, Arguments args, uint32_t seed, uint32_t clusters = 1, bool signalled = true) {
   auto tasks = list_tasks(tiling, count_E, start_E);
   const int count = static_cast<int>(tasks.size());
   std::vector<int> signals(tasks.size());
