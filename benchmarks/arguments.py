@@ -43,12 +43,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def need_gpu(parser: argparse.ArgumentParser, found: bool, load: Callable[[], object]) -> None:
-    """Ends the program with a line that says what is missing: a GPU, or the library that `load` loads."""
+def need_gpu(parser: argparse.ArgumentParser, found: bool, load: Callable[[], object] | None) -> None:
+    """Ends the program with a line that says what is missing: a GPU, or the library that `load` loads (None: it needs none)."""
     if not found:
         parser.error("needs an NVIDIA GPU, and torch finds none here (nvidia-smi says what the driver finds)")
     try:
-        load()
+        if load is not None:
+            load()
     except FileNotFoundError as error:
         parser.error(str(error))
 

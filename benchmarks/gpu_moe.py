@@ -242,7 +242,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print time per kernel")
     result_lines.add_arguments(parser)
     args = parser.parse_args()
-    arguments.need_gpu(parser, torch.cuda.is_available(), c_api.load)
+    if args.no_ours and not args.peers:
+        parser.error("--no-ours leaves nothing to time: name peers with --peers")
+    arguments.need_gpu(parser, torch.cuda.is_available(), None if args.no_ours else c_api.load)
     base = {
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,

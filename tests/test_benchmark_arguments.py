@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -114,6 +115,31 @@ def test_the_gpu_benchmarks_refuse_a_misspelt_name_before_they_need_a_gpu(progra
     command = [sys.executable, "-c", code, str(ROOT / "benchmarks" / program), given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and f"argument {given.split('=')[0]}: {message}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--no-ours", "--peers=torch"], "timed qwen3-30b-a3b with ['torch']"),
+        (["--no-ours"], "--no-ours leaves nothing to time: name peers with --peers"),
+        (["--peers=torch"], "lib.so is not built"),
+    ],
+)
+def test_peers_alone_need_no_library_of_ours(tmp_path, given, says):
+    code = (
+        "import sys, unittest.mock\n"
+        "sys.modules['torch'] = unittest.mock.MagicMock(__version__='0')\n"
+        "sys.path.insert(0, sys.argv.pop(1))\n"
+        "import gpu_moe, result_lines\n"
+        "result_lines.stamp = lambda commit: {}\n"
+        "gpu_moe.measure = lambda name, args, base: print(f'timed {name} with {args.peers}')\n"
+        "gpu_moe.main()\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "benchmarks"), "--shapes=qwen3-30b-a3b", *given]
+    environment = os.environ | {"MOEJAX_CUDA_LIBRARY": str(tmp_path / "lib.so")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert says in done.stdout + done.stderr, done.stderr
+    assert done.returncode == (0 if says.startswith("timed") else 2)
 
 
 def test_a_machine_without_gpu_or_library_is_told_before_anything_is_made(capsys):
