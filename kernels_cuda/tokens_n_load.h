@@ -8,8 +8,8 @@ namespace moe {
 // Panel p of the weights, which arrives on `full`. Joint gate and up come eight rows of each in turn: a lane of a product then has both of the
 // same column.
 //
-// Weights are read once, and may leave L2 before the tokens, which every cluster of an expert reads. With K-major ones that lost, measured while
-// memory gave 256 bytes of a row at a time, of which a stage takes 128 (NOTES.md, v15).
+// Weights are read once, and may leave L2 before the tokens, which every cluster of an expert reads. With K-major ones, of which a stage takes 128 bytes
+// of a row, that gains nothing (NOTES.md, v15, v20).
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void load_weights_tokens_n(const Task& tile, const Arguments& args, KBlock block, int p, uint32_t full, uint32_t panel) {
   if constexpr (Config::joint(kKind)) {
@@ -85,11 +85,11 @@ MOE_FN void load_task_tokens_n(const Task& task, const Arguments& args, uint32_t
   }
 }
 
-// Gathering warp, one task. There are more rows than registers for them, so where they start is kept in shared memory.
+// Gathering warp, one task. There are more rows than registers for them, so where they start is kept in shared memory. No more boxes of rows come than
+// hold tokens: what reaches the multiprocessors from L2 is as much a bound as memory (NOTES.md, v20).
 template <Kind kKind, class Isa, class Config, class Arguments>
 MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32_t base, Ring<Isa, Config>& ring) {
   const int k_blocks = task_k_blocks<kKind, Config>(tile, args);
-  const int units = tile_units<Config>(tile);
   if (args.gather == nullptr) {
     follow(k_blocks + result_stages<kKind, Config>(tile, args), ring);
     return;
@@ -107,19 +107,21 @@ MOE_FN void gather_task_tokens_n(const Task& tile, const Arguments& args, uint32
   Isa::warp_sync();
   const uint32_t table = base + Config::kTableOffset + 4 * mine.row;
   const uint8_t* from = args.gather + 16 * mine.piece;
+  constexpr int kInstructions = Config::kBoxRows / 4;  // for a box
+  const int boxes = div_up(tile_tokens<Config>(tile), Config::kBoxRows);
   MOE_NO_UNROLL
   for (int kb = 0; kb < k_blocks; ++kb) {
     Isa::barrier_wait(ring.empty(), ring.phase ^ 1);
     const bool inside = 8 * kb + static_cast<int>(mine.piece) < args.gather_vectors;
     const uint8_t* column = inside ? from + 128 * static_cast<int64_t>(kb) : args.gather;
     MOE_NO_UNROLL
-    for (int q = 0; q < units; ++q) {
-      const uint32_t panel = ring.data() + (Config::kPanelsA + q) * kPanelBytes;
-      uint32_t offset[16];
+    for (int box = 0; box < boxes; ++box) {
+      const uint32_t to = ring.data() + Config::kPanelsA * kPanelBytes + box * Config::kBoxBytes;
+      uint32_t offset[kInstructions];
       MOE_UNROLL
-      for (int i = 0; i < 16; ++i) offset[i] = Isa::load_word(table + 256 * q + 16 * i);
+      for (int i = 0; i < kInstructions; ++i) offset[i] = Isa::load_word(table + 16 * (kInstructions * box + i));
       MOE_UNROLL
-      for (int i = 0; i < 16; ++i) Isa::gather_vector(mine.address(panel, i), column + offset[i], inside ? 16u : 0u);
+      for (int i = 0; i < kInstructions; ++i) Isa::gather_vector(mine.address(to, i), column + offset[i], inside ? 16u : 0u);
     }
     Isa::gather_arrive(ring.full());
     ring.advance();
