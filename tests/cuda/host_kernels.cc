@@ -26,6 +26,11 @@ struct Isa : Faulty<Host> {
   static inline uint32_t cluster = 0, clusters = 1;  // which one runs; they run one after the other
   static uint32_t cluster_index() { return cluster; }
   static uint32_t num_clusters() { return clusters; }
+  static inline int gathered = 0;  // copies of 16 bytes
+  static void gather_vector(uint32_t dst, const uint8_t* src, uint32_t bytes) {
+    ++gathered;
+    Faulty<Host>::gather_vector(dst, src, bytes);
+  }
 };
 using CopyIsa = Faulty<HostMx>;
 using Config = GemmConfig<256>;
@@ -261,6 +266,18 @@ void set_rows(Arguments& args, const Layer& l, const std::vector<uint16_t>& rows
   args.gather_vectors = kD / 8;
 }
 
+// With tokens on the N side no box of rows is gathered that holds none: both blocks of the one pair of column tiles bring what their tiles need.
+void compare_gathered() {
+  int boxes = 0;
+  for (int count : kCount) {
+    for (int left = count; left > 0; left -= TokensNConfig::kTokens) boxes += div_up(std::min(left, TokensNConfig::kTokens), TokensNConfig::kBoxRows);
+  }
+  const int wanted = 2 * boxes * TokensNConfig::kBoxRows * div_up(kD, TokensNConfig::kBlockK) * kPanelRowBytes / 16;
+  if (Isa::gathered == wanted) return;
+  std::printf("%d pieces of rows were gathered, should be %d\n", Isa::gathered, wanted);
+  ++failures;
+}
+
 const std::vector<uint16_t> kPoison16(size_t{2} * kRows * kF, 0xFFFF);
 
 uint64_t digest(const void* data, size_t bytes, uint64_t hash = 1469598103934665603ull) {
@@ -290,7 +307,9 @@ uint64_t gate_up(const Layer& l, uint32_t seed, Variant variant) {
   args.out = map_of(h.data(), 2, kF, kRows);
   args.gate_up = map_of(saved.data(), 2, kF, kRows, 2);
   args.save_gate_up = args.write_out = 1;
+  Isa::gathered = 0;
   on_n(variant) ? run_tokens_n<kGateUp>(args, seed) : run<kGateUp>(args, seed);
+  if (variant == Variant::kGatheredN) compare_gathered();
   std::vector<uint16_t> half(saved.begin(), saved.begin() + kRows * kF), other(saved.begin() + kRows * kF, saved.end());
   compare_rows("gate", half, kF, 3e-3, variant, [&](int r, int e, int f) { return l.gate(0, r, e, f); });
   compare_rows("up", other, kF, 3e-3, variant, [&](int r, int e, int f) { return l.gate(1, r, e, f); });
