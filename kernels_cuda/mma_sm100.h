@@ -303,14 +303,16 @@ struct TensorMemoryTile {
   MOE_FN void close(const Arguments&, int) const {}
   template <class Arguments>
   MOE_FN void put(const Arguments& args, int r, int column, int, const uint32_t (&words)[kWords]) {
-    constexpr bool kQuantised = Config::kMx && (kKind == kGateUp || kKind == kDgradDown);
-    if (!kQuantised || (kKind == kGateUp && r < 2)) {
-      if constexpr (kWords == 32) {
-        const auto place = place_of<kKind>(args, r);
-        put_panel(place.map, words, task.n0 + column, place.half, 0);
-      }
-      return;
+    if constexpr (Config::kMx && (kKind == kGateUp || kKind == kDgradDown)) {
+      if (kKind == kDgradDown || r >= 2) return put_quantised(args, r, column, words);
     }
+    if constexpr (kWords == 32) {
+      const auto place = place_of<kKind>(args, r);
+      put_panel(place.map, words, task.n0 + column, place.half, 0);
+    }
+  }
+  template <class Arguments>
+  MOE_FN void put_quantised(const Arguments& args, int r, int column, const uint32_t (&words)[kWords]) {
     MOE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       uint32_t pairs[16];
