@@ -11,6 +11,7 @@ Letters: T tokens, K experts per token, E experts, D model width, F expert width
 """
 
 import argparse
+import functools
 import pathlib
 import re
 import shutil
@@ -193,19 +194,21 @@ def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: 
 
 
 def measure(name: str, args: argparse.Namespace, base: dict) -> None:
-    """One shape: ours, then the peers; a peer that fails or lacks its package prints why and does not stop the others."""
+    """One shape: ours, then the peers, or after them. A peer that fails or lacks its package prints why and stops nobody."""
     p = Problem(name)
     expected = gpu_peers.reference(p)
     dense = dense_tflops()
     print(f"{name}: dense cuBLAS 8192^3 BF16 {dense:.0f} TFLOP/s", flush=True)
+    runs = [(peer, functools.partial(peer_run, name, peer, p, expected, args.iterations)) for peer in args.peers]
     if not args.no_ours:
-        record(args.out, base | {"shape": name}, p, *ours(name, p, expected, args), dense)
-        torch.cuda.empty_cache()
-    for peer in args.peers:
+        runs.insert(len(runs) if args.ours_last else 0, (OURS, functools.partial(ours, name, p, expected, args)))
+    for implementation, run in runs:
         try:
-            result = peer_run(name, peer, p, expected, args.iterations)
+            result = run()
         except Exception:
-            print(f"{name}: {peer} did not run:\n{traceback.format_exc()}", flush=True)
+            if implementation == OURS:
+                raise
+            print(f"{name}: {implementation} did not run:\n{traceback.format_exc()}", flush=True)
         else:
             record(args.out, base | {"shape": name}, p, *result, dense)
         torch.cuda.empty_cache()
@@ -231,6 +234,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--no-ours", action="store_true", help="time the peers alone (a peer that needs a process of its own)"
+    )
+    parser.add_argument(
+        "--ours-last", action="store_true", help="time ours after the peers: who comes later finds a warmer card"
     )
     parser.add_argument(
         "--ways",

@@ -10,6 +10,7 @@ another process, without CUDA graphs, in which XLA says for every kernel what pa
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -60,6 +61,8 @@ def main() -> None:
     if args.child:
         print("RESULT " + json.dumps(measure(args.impl[0], args)), flush=True)
         return
+    if importlib.util.find_spec("jax") is None:
+        parser.error("needs moejax's own environment, this one has no jax: .venv/bin/python benchmarks/gpu_step.py")
     failed = []
     for impl in args.impl:
         iterations = args.xla_iterations if impl == "xla" else args.iterations

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         "the C library's tests and benchmarks need torch, which moejax does not, in an environment of its own: "
-        "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch==2.11.0",
+        "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch==2.11.0 numpy",
         name="torch",
     ) from None
 

@@ -117,6 +117,22 @@ def test_the_gpu_benchmarks_refuse_a_misspelt_name_before_they_need_a_gpu(progra
     assert done.returncode == 2 and f"argument {given.split('=')[0]}: {message}" in done.stderr, done.stderr
 
 
+def gpu_moe(tmp_path, stand_in: str, *given: str) -> subprocess.CompletedProcess:
+    """gpu_moe.py on a pretended torch with a GPU, without a library of ours, with statements that replace what would run there."""
+    code = (
+        "import sys, unittest.mock\n"
+        "sys.modules['torch'] = unittest.mock.MagicMock(__version__='0')\n"
+        "sys.path.insert(0, sys.argv.pop(1))\n"
+        "import gpu_moe, gpu_peers, result_lines\n"
+        "result_lines.stamp = lambda commit: {}\n"
+        f"{stand_in}\n"
+        "gpu_moe.main()\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "benchmarks"), "--shapes=qwen3-30b-a3b", *given]
+    environment = os.environ | {"MOEJAX_CUDA_LIBRARY": str(tmp_path / "lib.so")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -126,20 +142,34 @@ def test_the_gpu_benchmarks_refuse_a_misspelt_name_before_they_need_a_gpu(progra
     ],
 )
 def test_peers_alone_need_no_library_of_ours(tmp_path, given, says):
-    code = (
-        "import sys, unittest.mock\n"
-        "sys.modules['torch'] = unittest.mock.MagicMock(__version__='0')\n"
-        "sys.path.insert(0, sys.argv.pop(1))\n"
-        "import gpu_moe, result_lines\n"
-        "result_lines.stamp = lambda commit: {}\n"
-        "gpu_moe.measure = lambda name, args, base: print(f'timed {name} with {args.peers}')\n"
-        "gpu_moe.main()\n"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "benchmarks"), "--shapes=qwen3-30b-a3b", *given]
-    environment = os.environ | {"MOEJAX_CUDA_LIBRARY": str(tmp_path / "lib.so")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    measure = "gpu_moe.measure = lambda name, args, base: print(f'timed {name} with {args.peers}')"
+    done = gpu_moe(tmp_path, measure, *given)
     assert says in done.stdout + done.stderr, done.stderr
     assert done.returncode == (0 if says.startswith("timed") else 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ([], ["ours", "torch", "sonic-moe"]),
+        (["--ours-last"], ["torch", "sonic-moe", "ours"]),
+        (["--no-ours"], ["torch", "sonic-moe"]),
+    ],
+)
+def test_a_peer_that_fails_stops_nobody_and_ours_has_the_place_it_was_given(tmp_path, given, order):
+    stand_in = (
+        "gpu_moe.Problem = gpu_peers.reference = gpu_moe.temperature = lambda *_: ''\n"
+        "gpu_moe.dense_tflops, gpu_moe.c_api.load = lambda: 700.0, lambda: None\n"
+        "gpu_moe.ours = lambda *_: print('ran ours') or ('ours', {}, '')\n"
+        "def peer_run(name, peer, *_):\n"
+        "    print('ran', peer)\n"
+        "    raise ImportError('no such package')\n"
+        "gpu_moe.peer_run = peer_run"
+    )
+    done = gpu_moe(tmp_path, stand_in, "--peers=torch,sonic-moe", *given)
+    assert done.returncode == 0, done.stderr
+    assert [line[4:] for line in done.stdout.splitlines() if line.startswith("ran ")] == order
+    assert done.stdout.count("did not run") == 2 and "no such package" in done.stdout
 
 
 def test_a_machine_without_gpu_or_library_is_told_before_anything_is_made(capsys):
