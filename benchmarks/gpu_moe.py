@@ -193,8 +193,11 @@ def record(path: pathlib.Path | None, base: dict, p: Problem, impl: str, times: 
         result_lines.append(path, line)
 
 
-def measure(name: str, args: argparse.Namespace, base: dict) -> None:
-    """One shape: ours, then the peers, or after them. A peer that fails or lacks its package prints why and stops nobody."""
+def measure(name: str, args: argparse.Namespace, base: dict) -> int:
+    """One shape: ours, then the peers, or after them. A peer that fails or lacks its package prints why and stops nobody.
+
+    Returns how many were timed.
+    """
     p = Problem(name)
     expected = gpu_peers.reference(p)
     dense = dense_tflops()
@@ -202,6 +205,7 @@ def measure(name: str, args: argparse.Namespace, base: dict) -> None:
     runs = [(peer, functools.partial(peer_run, name, peer, p, expected, args.iterations)) for peer in args.peers]
     if not args.no_ours:
         runs.insert(len(runs) if args.ours_last else 0, (OURS, functools.partial(ours, name, p, expected, args)))
+    timed = 0
     for implementation, run in runs:
         try:
             result = run()
@@ -211,11 +215,13 @@ def measure(name: str, args: argparse.Namespace, base: dict) -> None:
             print(f"{name}: {implementation} did not run:\n{traceback.format_exc()}", flush=True)
         else:
             record(args.out, base | {"shape": name}, p, *result, dense)
+            timed += 1
         torch.cuda.empty_cache()
     torch.cuda.synchronize()
+    return timed
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes",
@@ -250,14 +256,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.no_ours and not args.peers:
         parser.error("--no-ours leaves nothing to time: name peers with --peers")
+    if args.no_ours and (args.ways or args.profile or args.ours_last):
+        parser.error("--ways, --profile and --ours-last are about ours, which --no-ours leaves out")
     arguments.need_gpu(parser, torch.cuda.is_available(), None if args.no_ours else c_api.load)
     base = {
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
-    for name in args.shapes:
-        measure(name, args, base)
+    timed = sum([measure(name, args, base) for name in args.shapes])
+    return 0 if timed else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

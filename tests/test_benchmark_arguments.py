@@ -126,7 +126,7 @@ def gpu_moe(tmp_path, stand_in: str, *given: str) -> subprocess.CompletedProcess
         "import gpu_moe, gpu_peers, result_lines\n"
         "result_lines.stamp = lambda commit: {}\n"
         f"{stand_in}\n"
-        "gpu_moe.main()\n"
+        "sys.exit(gpu_moe.main())\n"
     )
     command = [sys.executable, "-c", code, str(ROOT / "benchmarks"), "--shapes=qwen3-30b-a3b", *given]
     environment = os.environ | {"MOEJAX_CUDA_LIBRARY": str(tmp_path / "lib.so")}
@@ -138,11 +138,13 @@ def gpu_moe(tmp_path, stand_in: str, *given: str) -> subprocess.CompletedProcess
     [
         (["--no-ours", "--peers=torch"], "timed qwen3-30b-a3b with ['torch']"),
         (["--no-ours"], "--no-ours leaves nothing to time: name peers with --peers"),
+        (["--no-ours", "--peers=torch", "--ways=down=dispatched"], "about ours, which --no-ours leaves out"),
+        (["--no-ours", "--peers=torch", "--profile"], "about ours, which --no-ours leaves out"),
         (["--peers=torch"], "lib.so is not built"),
     ],
 )
 def test_peers_alone_need_no_library_of_ours(tmp_path, given, says):
-    measure = "gpu_moe.measure = lambda name, args, base: print(f'timed {name} with {args.peers}')"
+    measure = "gpu_moe.measure = lambda name, args, base: print(f'timed {name} with {args.peers}') or 1"
     done = gpu_moe(tmp_path, measure, *given)
     assert says in done.stdout + done.stderr, done.stderr
     assert done.returncode == (0 if says.startswith("timed") else 2)
@@ -167,7 +169,7 @@ def test_a_peer_that_fails_stops_nobody_and_ours_has_the_place_it_was_given(tmp_
         "gpu_moe.peer_run = peer_run"
     )
     done = gpu_moe(tmp_path, stand_in, "--peers=torch,sonic-moe", *given)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (0 if "ours" in order else 1), done.stderr  # 1 where nothing was timed
     assert [line[4:] for line in done.stdout.splitlines() if line.startswith("ran ")] == order
     assert done.stdout.count("did not run") == 2 and "no such package" in done.stdout
 
