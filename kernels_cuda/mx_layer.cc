@@ -29,8 +29,8 @@ MxArguments<CUtensorMap> arguments(const LayerShape& s, Kind kind, const Activat
   return args;
 }
 
-Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, const MxArguments<CUtensorMap>& arguments, bool fp8, cudaStream_t stream) {
-  MxArguments<CUtensorMap> args = arguments;
+Status run_gemm(const LayerShape& s, const Plan& plan, const List& list, const MxArguments<CUtensorMap>& given, bool fp8, cudaStream_t stream) {
+  MxArguments<CUtensorMap> args = given;
   cudaError_t error;
   if (list.layout == Layout::kTokensN) {
     MOE_RETURN_IF_ERROR(lane_scales(s, plan, args.a_codes, code_lines(s, list.kind), list.a_scales, stream));
