@@ -263,7 +263,7 @@ def main() -> int:
         **result_lines.stamp(args.commit), "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda}, "bench": "moe_layer", "recipe": "bf16", "ranks": 1,
     }  # fmt: skip
-    timed = sum([measure(name, args, base) for name in args.shapes])
+    timed = sum(measure(name, args, base) for name in args.shapes)
     return 0 if timed else 1
 
 
